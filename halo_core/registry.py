@@ -82,6 +82,13 @@ class Family:
             return self.architectures[0]
         return next(architecture for architecture in self.architectures if architecture.name == name)
 
+    def tiny(self, *, dense: bool) -> Architecture | None:
+        """Return the architecture of the family's tiny model; a line that is dense only has just that one."""
+        of_kind = [a for a in self.architectures if a.spec.is_moe != dense]
+        if not of_kind and not dense:
+            of_kind = list(self.architectures)
+        return of_kind[0] if of_kind else None
+
     def verdict(self, *features: str, architecture: str | None = None) -> Cell:
         """Return the verdict on these features together, for one architecture: the weakest of their cells.
 

@@ -1,0 +1,172 @@
+"""The `halo` command: its subcommands, and what becomes of errors and exit codes.
+
+Not for what a subcommand does: each has its own file. Exit codes: 0 done, 2 the user's mistake, 1 ours,
+130 interrupted. No torch is imported before a command needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+
+from halo_core import plugins as plugin_loading
+from halo_core import registry as facts
+from halo_core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MISTAKE, Problem, Refused
+
+app = typer.Typer(
+    name="halo", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    help="Post-training for Hugging Face mixture-of-experts models: families are plugins.",
+)
+PluginFiles = Annotated[list[Path], typer.Option("--plugin", metavar="FILE.py", help="Load this plugin file as well.")]
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(
+    context: typer.Context,
+    family: Annotated[str | None, typer.Option("--family", "-f", help="The model family; read from the model if left out.")] = None,
+    nproc: Annotated[int, typer.Option("--nproc", "-n", help="Number of processes.")] = 1,
+    plugin: PluginFiles = [],  # noqa: B006  typer reads the default, nobody changes it
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+) -> None:
+    """Train: halo train [--family F] CONFIG.yaml [key=value ...]. An override replaces the file's key."""
+    from halo_core.cli.train import run
+
+    run(tuple(context.args), family=family, nproc=nproc, plugin_files=tuple(plugin), dry_run=dry_run)
+
+
+@app.command()
+def matrix(
+    family: Annotated[str | None, typer.Option("--family", "-f", help="Only this family.")] = None,
+    why: Annotated[
+        tuple[str, str] | None, typer.Option("--why", metavar="FAMILY FEATURE", help="Every part of one answer, with its author.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", metavar="RUN.yaml", help="What this very run uses.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A list of cells.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="The table of the documentation.")] = False,
+    plugin: PluginFiles = [],  # noqa: B006
+) -> None:
+    """Say what runs with what, and why not."""
+    from halo_core.cli.matrix import run
+
+    run(family=family, why=why, config=config, as_json=as_json, markdown=markdown, plugin_files=tuple(plugin))
+
+
+@app.command()
+def plugins(plugin: PluginFiles = []) -> None:  # noqa: B006
+    """List the plugins found, what each brings, and every fault of the broken ones."""
+    from halo_core.cli.plugins import run
+
+    run(tuple(plugin))
+
+
+@app.command("init-tiny")
+def init_tiny(
+    out: Annotated[Path, typer.Option("--out", help="The folder to write.")],
+    family: Annotated[str, typer.Option("--family", "-f", help="The model family.")],
+    dense: Annotated[bool, typer.Option("--dense", help="The dense architecture instead of the MoE one.")] = False,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the random weights.")] = 0,
+    plugin: PluginFiles = [],  # noqa: B006
+) -> None:
+    """Write a small complete Hugging Face folder of a family: random weights, tokenizer, chat template."""
+    from halo_core.cli.init_tiny import run
+
+    run(family=family, dense=dense, out=out, seed=seed, plugin_files=tuple(plugin))
+
+
+@app.command()
+def sample(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face folder, such as a run's output_dir.")],
+    prompt: Annotated[str, typer.Argument(help="What the user says.")],
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="At most this many tokens.")] = 64,
+) -> None:
+    """Let a model answer one prompt (greedy), to see with one's own eyes what a run has made."""
+    from halo_core.cli.sample import run
+
+    run(folder, prompt, max_new_tokens)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed: torch, device, optional kernels, and how to install what is missing."""
+    from halo_core.cli.doctor import run
+
+    run()
+
+
+def load_registry(plugin_files: Sequence[Path]) -> facts.Registry:
+    """Return the registry of everything installed and of these files.
+
+    Raises:
+        Refused: a file does not exist.
+    """
+    missing = [file for file in plugin_files if not file.is_file()]
+    if missing:
+        raise Refused(
+            Problem(key="--plugin", value=file, why="there is no such file", remedy="give the path of a Python file")
+            for file in missing
+        )
+    return facts.load(tuple(plugin_files))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: the entry point of the `halo` script."""
+    sys.exit(exit_code(sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def exit_code(arguments: Sequence[str]) -> int:
+    """Run the command line and return its exit code; a user's mistake is printed without a traceback."""
+    try:
+        _add_plugin_commands(arguments)
+        outcome: Any = app(args=list(arguments), standalone_mode=False, prog_name="halo")
+        return int(outcome) if isinstance(outcome, int) else 0
+    except Refused as refusal:
+        print(f"halo: refused\n{refusal.text()}", file=sys.stderr)
+        return EXIT_MISTAKE
+    except click.exceptions.Exit as leave:
+        return int(leave.exit_code)
+    except click.ClickException as mistake:
+        print(f"halo: {mistake.format_message()}\nTry: halo {' '.join(arguments[:1])} --help", file=sys.stderr)
+        return EXIT_MISTAKE
+    except (KeyboardInterrupt, click.Abort):
+        print("halo: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output (such as `head`) has left; Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as fault:
+        code = getattr(fault, "exit_code", None)
+        if isinstance(code, int):  # a stop that the run itself explains: no traceback
+            print(f"halo: {fault}", file=sys.stderr)
+            return code
+        traceback.print_exc()
+        print("halo: this is our fault, not yours; please report it with the lines above", file=sys.stderr)
+        return EXIT_BUG
+
+
+def _add_plugin_commands(arguments: Sequence[str]) -> None:
+    """Offer plugins' own commands, loading plugins only where the command is none of ours."""
+    ours = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    if arguments and (arguments[0] in ours or arguments[0] == "--help" and len(arguments) > 1):
+        return
+    found = plugin_loading.load()
+    for row in found.loaded:
+        if "halo_add_commands" in row.hooks:
+            try:
+                row.module.halo_add_commands(commands=app)
+            except Exception as fault:
+                print(f"halo: plugin {row.name} could not add its commands: {plugin_loading.fault_text(fault)}", file=sys.stderr)
+    if found.broken:
+        names = ", ".join(row.name for row in found.broken)
+        print(f"halo: broken plugins: {names}; `halo plugins` says what is wrong", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

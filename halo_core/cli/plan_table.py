@@ -1,0 +1,77 @@
+"""A plan as tables for people: what a dry-run prints.
+
+Not for deciding anything. Sizes come from a model built on the meta device, which imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console, Group
+from rich.table import Table
+
+from halo_core.plan import Checked, RunPlan
+
+
+def feature_table(plan: RunPlan) -> Table:
+    """Return the run's features with verdict, reason and author."""
+    table = Table(title=f"{plan.architecture} (family {plan.family})", title_justify="left")
+    for name in ("feature", "verdict", "asked by", "why", "says"):
+        table.add_column(name, overflow="fold")
+    for row in plan.rows:
+        asked = f"{row.key}: {row.value}" if row.key else "always"
+        reason = f"{row.reason}; until then: {row.instead}" if row.word == "not built yet" and row.instead else row.reason
+        table.add_row(row.feature, row.word, asked, reason, row.by)
+    return table
+
+
+def size_table(checked: Checked) -> Table:
+    """Return parameters, and bytes of weights, gradients and optimizer state on one process and over all."""
+    from halo_core.models.sizes import sizes_of_plan
+
+    table = Table(title="sizes", title_justify="left", show_header=False)
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    for name, value in _size_rows(checked, sizes_of_plan(checked)):
+        table.add_row(name, value)
+    return table
+
+
+def print_plan(checked: Checked) -> None:
+    """Print the whole plan: features, kernels, sizes, tokens per step, notes."""
+    console = Console()
+    plan = checked.plan
+    degrees = plan.degrees
+    console.print(Group(feature_table(plan), size_table(checked)))
+    print(f"model:     {plan.model_name_or_path}, config.json from {plan.model_origin}")
+    if checked.guessed:
+        print(f"           guessed, not published: {', '.join(checked.guessed)}")
+    print(f"processes: {degrees.world} = replicate {degrees.replicate} x shard {degrees.shard} x cp {degrees.cp} "
+          f"x ep {degrees.ep} x etp {degrees.etp}")
+    print(f"kernels:   attention {plan.attention}, experts {plan.experts_kernel}, head reference")
+    print(f"plugins:   {', '.join(f'{name} {version}' for name, version in plan.plugins)}")
+    print(f"digest:    {plan.digest()}")
+    for note in plan.notes:
+        print(f"note:      {note}")
+    if plan.not_built:
+        print(f"not built yet, so this run would be refused: {', '.join(row.feature for row in plan.not_built)}")
+    else:
+        print("ready: this run can start")
+
+
+def _size_rows(checked: Checked, sizes: object) -> Iterable[tuple[str, str]]:
+    from halo_core.models.sizes import Sizes
+
+    assert isinstance(sizes, Sizes)
+    yield "parameters", f"{sizes.parameters:,}"
+    yield "weights", gib(sizes.weight_bytes)
+    yield "gradients", gib(sizes.gradient_bytes)
+    yield "optimizer state", gib(sizes.optimizer_bytes)
+    yield "rows per step", f"{checked.plan.rows_per_step:,}"
+    if checked.plan.tokens_per_step is not None:
+        yield "tokens per step, at most", f"{checked.plan.tokens_per_step:,}"
+
+
+def gib(number: int) -> str:
+    """Return a number of bytes for people: GiB, or MiB below one GiB."""
+    return f"{number / 2**30:,.2f} GiB" if number >= 2**30 else f"{number / 2**20:,.1f} MiB"

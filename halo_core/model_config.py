@@ -1,0 +1,102 @@
+"""A model's config.json, read with `json` and nothing else: from a folder, the hub's cache, a plugin, or the hub.
+
+Not for weights: `models/source.py` brings those. No torch, no transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halo_core.errors import Problem
+from halo_core.plugins import fault_text
+from halo_core.registry import Registry
+
+TINY = ("tiny", "tiny-dense")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """config.json as a dict, and in words where it was read (`origin`). `guessed` names fields nobody published."""
+
+    config: Mapping[str, Any]
+    origin: str
+    guessed: tuple[str, ...] = ()
+
+
+def read(name: str, revision: str | None, registry: Registry, *, may_use_bundled: bool) -> ModelConfig | Problem:
+    """Return the config.json of `model_name_or_path`, or the problem that keeps it from being read.
+
+    A folder is read directly. A hub id is looked up in the local cache, then (for a dry-run, `may_use_bundled`)
+    among the configurations that plugins bundle, then on the hub.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _from_file(folder / "config.json", name, str(folder / "config.json"))
+    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name
+    if looks_like_path:
+        return _problem(name, "there is no such folder", "give a folder with config.json, or a hub id such as org/name")
+    cached = _from_cache(name, revision)
+    if cached is not None:
+        return _from_file(cached, name, f"the local hub cache of {name}")
+    published = registry.published(name)
+    if published is not None and may_use_bundled:
+        package, _, path = published.config.partition(":")
+        text = (importlib.resources.files(package) / path).read_text(encoding="utf-8")
+        return ModelConfig(
+            config=json.loads(text), origin=f"the configuration of {name} bundled with its plugin",
+            guessed=published.guessed,
+        )
+    return _from_hub(name, revision)
+
+
+def _from_file(file: Path, name: str, origin: str) -> ModelConfig | Problem:
+    if not file.is_file():
+        return _problem(name, f"{file} does not exist", "give a folder that holds config.json and safetensors files")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as fault:
+        return _problem(name, f"{file} cannot be read as JSON: {fault}", "repair the file or copy the model again")
+    if not isinstance(config, dict):
+        return _problem(name, f"{file} is not a JSON object", "repair the file or copy the model again")
+    return ModelConfig(config=config, origin=origin)
+
+
+def _from_cache(name: str, revision: str | None) -> Path | None:
+    """Return config.json of the hub cache; the hub's package is imported only when the cache holds this model."""
+    cache = os.environ.get("HF_HUB_CACHE") or os.path.join(
+        os.environ.get("HF_HOME") or os.path.join(os.path.expanduser("~"), ".cache", "huggingface"), "hub"
+    )
+    if not Path(cache, f"models--{name.replace('/', '--')}").is_dir():
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json", revision=revision)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _from_hub(name: str, revision: str | None) -> ModelConfig | Problem:
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return _problem(
+            name, "it is neither a folder here nor in the local hub cache, and HF_HUB_OFFLINE forbids asking the hub",
+            "download it first, or unset HF_HUB_OFFLINE",
+        )
+    from huggingface_hub import hf_hub_download
+
+    try:
+        file = hf_hub_download(name, "config.json", revision=revision, etag_timeout=5)
+    except Exception as fault:  # whatever the hub's client raises, the person needs the same two ways out
+        return _problem(
+            name, f"it is no folder here, and the hub did not give its config.json ({fault_text(fault)[:200]})",
+            "check the spelling, log in with `hf auth login` if it is gated, or give a local folder",
+        )
+    return _from_file(Path(file), name, f"the hub's {name}")
+
+
+def _problem(name: str, why: str, remedy: str) -> Problem:
+    return Problem(key="model_name_or_path", value=name, why=why, remedy=remedy)

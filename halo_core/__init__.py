@@ -18,7 +18,11 @@ __all__ = ["check", "matrix", "train"]
 
 
 def check(
-    config: str | Path | Mapping[str, Any], *, family: str | None = None, nproc: int = 1, dry_run: bool = True,
+    config: str | Path | Mapping[str, Any],
+    *,
+    family: str | None = None,
+    nproc: int = 1,
+    dry_run: bool = True,
     registry: Registry | None = None,
 ) -> Checked:
     """Return the plan of a run with what it was made from; nothing is loaded or started.
@@ -41,8 +45,11 @@ def check(
 
 
 def train(
-    config: str | Path | Mapping[str, Any], rows: Iterable[Mapping[str, Any]] | None = None,
-    on_step: Callable[[Any], None] | None = None, *, family: str | None = None,
+    config: str | Path | Mapping[str, Any],
+    rows: Iterable[Mapping[str, Any]] | None = None,
+    on_step: Callable[[Any], None] | None = None,
+    *,
+    family: str | None = None,
 ) -> RunResult:
     """Train in this process and return where the result lies and how it went.
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from halo_core.verdict import Verdict
+from halo_core.verdict import Unsupported, Verdict
 
 CONTRACT_LEVEL = 1
 """The contract this core speaks. It rises when a feature or a hook argument is added."""
@@ -59,6 +59,7 @@ class ArchitectureSpec:
     source_prefixes: (prefix in a checkpoint file, prefix in the model) pairs for checkpoints that wrap the language
         model; the first that matches a key is applied.
     untrained: regular expressions of checkpoint keys that this model does not hold; an export copies them unchanged.
+        A key that the model does hold is trained even where an expression matches it.
     tiny: keyword arguments of `config_class` for a model of about one to two million parameters, every layer kind
         present. `vocab_size` and the special token ids are filled in by the core.
     source: where these facts can be read (file, paper, thread).
@@ -209,3 +210,32 @@ class BackendSpec:
     name: str
     target: str
     needs: tuple[str, ...] = ()
+
+
+_WITHOUT_EXPERTS: Mapping[str, str] = {
+    "grouped_gemm": "leave use_grouped_gemm out, or set it to false",
+    "balancing:bias_update": "set moe_balancing: none",
+    "balancing:aux_loss": "set moe_balancing: none",
+    "ep": "set expert_parallel_size: 1; more processes share a dense model by sharding it",
+    "etp": "set expert_tensor_parallel_size: 1; more processes share a dense model by sharding it",
+    "fp32_router": "set fp32_router: false",
+}
+
+
+def answers(architecture: str, verdicts: Mapping[str, Verdict]) -> tuple[Answer, ...]:
+    """Return one answer per feature of {feature: verdict}, for facts that read better as a table."""
+    return tuple(
+        Answer(architecture=architecture, feature=feature, verdict=verdict) for feature, verdict in verdicts.items()
+    )
+
+
+def without_experts(architecture: str, *features: str) -> tuple[Answer, ...]:
+    """Return the No of a dense architecture to features that are about experts, with the way out of each.
+
+    Raises:
+        KeyError: for a feature that a dense model can have.
+    """
+    return answers(
+        architecture,
+        {feature: Unsupported(reason="it has no experts", instead=_WITHOUT_EXPERTS[feature]) for feature in features},
+    )

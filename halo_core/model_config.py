@@ -1,6 +1,7 @@
-"""A model's config.json, read with `json` and nothing else: from a folder, the hub's cache, a plugin, or the hub.
+"""Which model a run starts from: its config.json, and the family and architecture that it means.
 
-Not for weights: `models/source.py` brings those. No torch, no transformers.
+config.json is read with `json` and nothing else: from a folder, the hub's cache, a plugin, or the hub. Not for
+weights: `models/source.py` brings those. No torch, no transformers.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halo_core.config import RunConfig
 from halo_core.errors import Problem
-from halo_core.plugins import fault_text
-from halo_core.registry import Registry
+from halo_core.plugins import fault_text, near_text
+from halo_core.registry import Architecture, Family, Registry
 
 TINY = ("tiny", "tiny-dense")
 
@@ -27,6 +29,105 @@ class ModelConfig:
     config: Mapping[str, Any]
     origin: str
     guessed: tuple[str, ...] = ()
+
+
+def asked_family(flag: str | None, config: RunConfig, registry: Registry, problems: list[Problem]) -> Family | None:
+    """Return the family typed after `--family` (`flag`) or under the key `family`; an unknown one is a problem."""
+    name, key = (flag, "--family") if flag is not None else (config.family, "family")
+    if name is None:
+        return None
+    family = registry.family(name)
+    if family is None:
+        problems.append(
+            Problem(
+                key=key,
+                value=name,
+                why=f"no installed plugin has this family{registry.near_family(name)}",
+                remedy=f"one of: {', '.join(registry.families)}",
+            )
+        )
+    return family
+
+
+def choose(
+    config: RunConfig, asked: Family | None, registry: Registry, dry_run: bool, problems: list[Problem]
+) -> tuple[Family, Architecture, ModelConfig] | None:
+    """Return (family, architecture, config.json), or None after adding the problem that hides them."""
+    key, name = "model_name_or_path", config.model_name_or_path
+    if not name:
+        problems.append(
+            Problem(
+                key=key,
+                value=None,
+                why="a run needs a model to start from",
+                remedy="a folder, a hub id such as org/name, or tiny for a small random model",
+            )
+        )
+        return None
+    if name in TINY:
+        return _tiny(name, asked, registry, problems)
+    model = read(name, config.model_revision, registry, may_use_bundled=dry_run)
+    if isinstance(model, Problem):
+        problems.append(model)
+        return None
+    model_type = model.config.get("model_type")
+    architecture = registry.match(model.config)
+    if architecture is None:
+        known = sorted({t for a in registry.architectures() for t in a.spec.model_types})
+        problems.append(
+            Problem(
+                key=key,
+                value=name,
+                why=f"its config.json says model_type: {model_type}, which no installed family knows"
+                f"{near_text(str(model_type), known)}",
+                remedy=f"a model of one of: {', '.join(known)}; or install a plugin for it",
+            )
+        )
+        return None
+    owner = registry.families[architecture.family]
+    if asked is not None and asked.name != owner.name:
+        problems.append(
+            Problem(
+                key="family",
+                value=asked.name,
+                why=f"{name} is a {model_type}, which belongs to family {owner.name}",
+                remedy=f"--family {owner.name}, or leave --family out: it is read from the model",
+            )
+        )
+    return owner, architecture, model
+
+
+def _tiny(
+    name: str, asked: Family | None, registry: Registry, problems: list[Problem]
+) -> tuple[Family, Architecture, ModelConfig] | None:
+    names = ", ".join(registry.families)
+    if asked is None:
+        if not any(problem.key in ("--family", "family") for problem in problems):
+            problems.append(
+                Problem(
+                    key="model_name_or_path",
+                    value=name,
+                    why="a tiny model exists for every family, so one must be named",
+                    remedy=f"--family F, or family: F in the file, with F one of: {names}",
+                )
+            )
+        return None
+    chosen = asked.tiny(dense=name == "tiny-dense")
+    if chosen is None:
+        problems.append(
+            Problem(
+                key="model_name_or_path",
+                value=name,
+                why=f"family {asked.name} has no dense architecture",
+                remedy="model_name_or_path: tiny",
+                by=asked.plugin,
+            )
+        )
+        return None
+    spec = chosen.spec
+    config = {**spec.tiny, "model_type": spec.model_types[0]}
+    origin = f"the tiny model of family {asked.name}, made on the spot with random weights"
+    return asked, chosen, ModelConfig(config=config, origin=origin)
 
 
 def read(name: str, revision: str | None, registry: Registry, *, may_use_bundled: bool) -> ModelConfig | Problem:
@@ -49,7 +150,8 @@ def read(name: str, revision: str | None, registry: Registry, *, may_use_bundled
         package, _, path = published.config.partition(":")
         text = (importlib.resources.files(package) / path).read_text(encoding="utf-8")
         return ModelConfig(
-            config=json.loads(text), origin=f"the configuration of {name} bundled with its plugin",
+            config=json.loads(text),
+            origin=f"the configuration of {name} bundled with its plugin",
             guessed=published.guessed,
         )
     return _from_hub(name, revision)
@@ -69,10 +171,9 @@ def _from_file(file: Path, name: str, origin: str) -> ModelConfig | Problem:
 
 def _from_cache(name: str, revision: str | None) -> Path | None:
     """Return config.json of the hub cache; the hub's package is imported only when the cache holds this model."""
-    cache = os.environ.get("HF_HUB_CACHE") or os.path.join(
-        os.environ.get("HF_HOME") or os.path.join(os.path.expanduser("~"), ".cache", "huggingface"), "hub"
-    )
-    if not Path(cache, f"models--{name.replace('/', '--')}").is_dir():
+    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    if not (cache / f"models--{name.replace('/', '--')}").is_dir():
         return None
     from huggingface_hub import try_to_load_from_cache
 
@@ -83,7 +184,8 @@ def _from_cache(name: str, revision: str | None) -> Path | None:
 def _from_hub(name: str, revision: str | None) -> ModelConfig | Problem:
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return _problem(
-            name, "it is neither a folder here nor in the local hub cache, and HF_HUB_OFFLINE forbids asking the hub",
+            name,
+            "it is neither a folder here nor in the local hub cache, and HF_HUB_OFFLINE forbids asking the hub",
             "download it first, or unset HF_HUB_OFFLINE",
         )
     from huggingface_hub import hf_hub_download
@@ -92,7 +194,8 @@ def _from_hub(name: str, revision: str | None) -> ModelConfig | Problem:
         file = hf_hub_download(name, "config.json", revision=revision, etag_timeout=5)
     except Exception as fault:  # whatever the hub's client raises, the person needs the same two ways out
         return _problem(
-            name, f"it is no folder here, and the hub did not give its config.json ({fault_text(fault)[:200]})",
+            name,
+            f"it is no folder here, and the hub did not give its config.json ({fault_text(fault)[:200]})",
             "check the spelling, log in with `hf auth login` if it is gated, or give a local folder",
         )
     return _from_file(Path(file), name, f"the hub's {name}")

@@ -205,8 +205,11 @@ def _candidates(files: tuple[Path, ...]) -> Iterator[_Candidate]:
             continue
         seen.add((point.name, point.value, distribution))
         yield _Candidate(
-            name=point.name.replace("-", "_"), distribution=distribution, version=version,
-            target=point.value, entry_point=point,
+            name=point.name.replace("-", "_"),
+            distribution=distribution,
+            version=version,
+            target=point.value,
+            entry_point=point,
         )
     for file in files:
         yield _Candidate(
@@ -220,8 +223,11 @@ def _distribution(point: importlib.metadata.EntryPoint) -> tuple[str, str]:
 
 def _row(candidate: _Candidate, **rest: Any) -> PluginRow:
     return PluginRow(
-        name=candidate.name, distribution=candidate.distribution, version=candidate.version,
-        target=candidate.target, **rest,
+        name=candidate.name,
+        distribution=candidate.distribution,
+        version=candidate.version,
+        target=candidate.target,
+        **rest,
     )
 
 
@@ -245,9 +251,7 @@ def _load_one(candidate: _Candidate, manager: pluggy.PluginManager) -> PluginRow
             if hook in hooks:
                 with _watch_heavy_imports(faults, hook):
                     declared[hook] = _declarations(hooks[hook], hook, faults)
-    return _row(
-        candidate, hooks=tuple(hooks), faults=tuple(faults), declared={} if faults else declared, module=module
-    )
+    return _row(candidate, hooks=tuple(hooks), faults=tuple(faults), declared={} if faults else declared, module=module)
 
 
 def _missing_hint(fault: BaseException) -> str:
@@ -304,9 +308,11 @@ def _declarations(function: Any, hook: str, faults: list[str]) -> tuple[Any, ...
 
 @contextmanager
 def _watch_heavy_imports(faults: list[str], moment: str) -> Iterator[None]:
-    # Where torch is already loaded (the Python API inside a running program) the import cannot be seen, and costs nothing.
+    # Where torch is already loaded (the Python API in a running program) the import cannot be seen, and costs nothing.
     before = {name for name in HEAVY_MODULES if name in sys.modules}
     yield
     brought = [name for name in HEAVY_MODULES if name in sys.modules and name not in before]
     if brought:
-        faults.append(f"{moment} imports {' and '.join(brought)}: facts must load without them, import inside functions")
+        faults.append(
+            f"{moment} imports {' and '.join(brought)}: facts must load without them, import inside functions"
+        )

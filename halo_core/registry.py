@@ -186,8 +186,12 @@ def join(plugins: Plugins) -> Registry:
         evidence = _evidence(row, faults)
         architectures = tuple(
             Architecture(
-                spec=spec, family=family.name, plugin=row.name, contract=family.contract,
-                moe_block=blocks.get(spec.name), mixers=tuple(mixers[spec.name]),
+                spec=spec,
+                family=family.name,
+                plugin=row.name,
+                contract=family.contract,
+                moe_block=blocks.get(spec.name),
+                mixers=tuple(mixers[spec.name]),
                 answers=MappingProxyType(answers[spec.name]),
                 evidence=tuple(e for e in evidence if e.architecture == spec.name),
             )
@@ -265,9 +269,7 @@ def _answers(
     return answers
 
 
-def _blocks(
-    plugins: Plugins, specs: Mapping[str, Any], faults: dict[str, list[str]]
-) -> dict[str, MoEBlockSpec]:
+def _blocks(plugins: Plugins, specs: Mapping[str, Any], faults: dict[str, list[str]]) -> dict[str, MoEBlockSpec]:
     blocks: dict[str, tuple[MoEBlockSpec, str]] = {}
     for row in plugins.loaded:
         for block in row.declared.get("halo_moe_blocks", ()):
@@ -281,7 +283,9 @@ def _blocks(
             blocks[block.architecture] = (block, row.name)
     for name, (spec, row) in specs.items():
         if spec.is_moe and name not in blocks:
-            faults[row.name].append(f"architecture {name!r} is MoE but halo_moe_blocks does not say where its experts are")
+            faults[row.name].append(
+                f"architecture {name!r} is MoE but halo_moe_blocks does not say where its experts are"
+            )
         if not spec.is_moe and name in blocks:
             faults[blocks[name][1]].append(f"architecture {name!r} is dense but has a MoE block")
     return {name: block for name, (block, _) in blocks.items()}
@@ -295,9 +299,7 @@ def _completeness(family: Family, faults: dict[str, list[str]]) -> None:
             faults[family.plugin].append(f"architecture {architecture.name!r} does not answer: {', '.join(missing)}")
 
 
-def _backends(
-    plugins: Plugins, faults: dict[str, list[str]]
-) -> dict[tuple[str, str], tuple[BackendSpec, str]]:
+def _backends(plugins: Plugins, faults: dict[str, list[str]]) -> dict[tuple[str, str], tuple[BackendSpec, str]]:
     backends: dict[tuple[str, str], tuple[BackendSpec, str]] = {}
     for row in plugins.loaded:
         for backend in row.declared.get("halo_backends", ()):
@@ -305,7 +307,9 @@ def _backends(
             if key in backends:
                 other = backends[key][1]
                 for name in {row.name, other}:
-                    faults[name].append(f"{backend.kind} {backend.name!r} is offered twice: by {other} and by {row.name}")
+                    faults[name].append(
+                        f"{backend.kind} {backend.name!r} is offered twice: by {other} and by {row.name}"
+                    )
                 continue
             backends[key] = (backend, row.name)
     return backends

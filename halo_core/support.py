@@ -34,38 +34,85 @@ MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(feature="grouped_gemm", what="all experts of a layer in one grouped matrix product", built=True),
     Mechanism(feature="attention:eager", what="attention as plain matrix products", built=True),
     Mechanism(feature="attention:sdpa", what="torch's scaled dot product attention", built=True),
-    Mechanism(feature="attention:flex_attention", what="torch's compiled flex attention", built=False,
-              instead="leave attn_implementation out, or set it to sdpa or eager"),
-    Mechanism(feature="attention:flash_attention_2", what="any exact flash attention kernel that is installed",
-              built=False, instead="leave attn_implementation out, or set it to sdpa or eager"),
+    Mechanism(
+        feature="attention:flex_attention",
+        what="torch's compiled flex attention",
+        built=False,
+        instead="leave attn_implementation out, or set it to sdpa or eager",
+    ),
+    Mechanism(
+        feature="attention:flash_attention_2",
+        what="any exact flash attention kernel that is installed",
+        built=False,
+        instead="leave attn_implementation out, or set it to sdpa or eager",
+    ),
     Mechanism(feature="balancing:none", what="no load balancing", built=True),
-    Mechanism(feature="balancing:bias_update", what="nudge a selection bias towards equal expert load", built=False,
-              instead="set moe_balancing: none"),
-    Mechanism(feature="balancing:aux_loss", what="an auxiliary loss on router probabilities", built=False,
-              instead="set moe_balancing: none"),
-    Mechanism(feature="ep", what="expert parallelism: each process holds a part of the experts", built=False,
-              instead="set expert_parallel_size: 1"),
-    Mechanism(feature="etp", what="expert tensor parallelism: each process holds a slice of every expert", built=False,
-              instead="set expert_tensor_parallel_size: 1"),
-    Mechanism(feature="cp:ulysses", what="context parallelism by exchanging heads for sequence", built=False,
-              instead="set context_parallel_size: 1 and lower max_length"),
-    Mechanism(feature="fsdp", what="weights, gradients and optimizer state sharded over processes", built=False,
-              instead="run one process (--nproc 1)"),
-    Mechanism(feature="packing", what="several rows in one sequence, kept apart in every layer", built=False,
-              instead="set packing: false"),
-    Mechanism(feature="padding_free", what="a batch flattened to its real tokens", built=False,
-              instead="set padding_free: false"),
+    Mechanism(
+        feature="balancing:bias_update",
+        what="nudge a selection bias towards equal expert load",
+        built=False,
+        instead="set moe_balancing: none",
+    ),
+    Mechanism(
+        feature="balancing:aux_loss",
+        what="an auxiliary loss on router probabilities",
+        built=False,
+        instead="set moe_balancing: none",
+    ),
+    Mechanism(
+        feature="ep",
+        what="expert parallelism: each process holds a part of the experts",
+        built=False,
+        instead="set expert_parallel_size: 1",
+    ),
+    Mechanism(
+        feature="etp",
+        what="expert tensor parallelism: each process holds a slice of every expert",
+        built=False,
+        instead="set expert_tensor_parallel_size: 1",
+    ),
+    Mechanism(
+        feature="cp:ulysses",
+        what="context parallelism by exchanging heads for sequence",
+        built=False,
+        instead="set context_parallel_size: 1 and lower max_length",
+    ),
+    Mechanism(
+        feature="fsdp",
+        what="weights, gradients and optimizer state sharded over processes",
+        built=False,
+        instead="run one process (--nproc 1)",
+    ),
+    Mechanism(
+        feature="packing",
+        what="several rows in one sequence, kept apart in every layer",
+        built=False,
+        instead="set packing: false",
+    ),
+    Mechanism(
+        feature="padding_free",
+        what="a batch flattened to its real tokens",
+        built=False,
+        instead="set padding_free: false",
+    ),
     Mechanism(feature="lora", what="low-rank adapters", built=False, instead="set use_peft: false"),
-    Mechanism(feature="qlora", what="low-rank adapters over 4-bit weights", built=False,
-              instead="set load_in_4bit: false"),
+    Mechanism(
+        feature="qlora", what="low-rank adapters over 4-bit weights", built=False, instead="set load_in_4bit: false"
+    ),
     Mechanism(feature="liger", what="Liger's fused kernels", built=False, instead="set use_liger_kernel: false"),
     Mechanism(feature="compile", what="torch.compile", built=False, instead="set torch_compile: false"),
-    Mechanism(feature="bf16", what="bf16 weights and moments with stochastic rounding", built=False,
-              instead="set bf16: false; dtype: bfloat16 trains in bf16 under torch's own optimizer"),
-    Mechanism(feature="fp32_router", what="router weights and routing in fp32", built=False,
-              instead="set fp32_router: false"),
-    Mechanism(feature="lowp", what="training aware of 8-bit or 4-bit weights", built=False,
-              instead="remove lowp_precision"),
+    Mechanism(
+        feature="bf16",
+        what="bf16 weights and moments with stochastic rounding",
+        built=False,
+        instead="set bf16: false; dtype: bfloat16 trains in bf16 under torch's own optimizer",
+    ),
+    Mechanism(
+        feature="fp32_router", what="router weights and routing in fp32", built=False, instead="set fp32_router: false"
+    ),
+    Mechanism(
+        feature="lowp", what="training aware of 8-bit or 4-bit weights", built=False, instead="remove lowp_precision"
+    ),
 )
 """Features that every architecture answers."""
 
@@ -75,8 +122,7 @@ WORDS = ("Supported", "declared", "Experimental", "not built yet", "Unsupported"
 """What a cell can read, from strongest to weakest. `declared`: all is there but the proof on a GPU."""
 
 PARALLEL_SETS: frozenset[frozenset[str]] = frozenset(
-    frozenset(axes)
-    for axes in ((), ("ep",), ("etp",), ("cp",), ("ep", "etp"), ("ep", "cp"))
+    frozenset(axes) for axes in ((), ("ep",), ("etp",), ("cp",), ("ep", "etp"), ("ep", "cp"))
 )
 """Which parallel axes may be larger than one together; sharding and replicas go with each of them."""
 
@@ -132,8 +178,12 @@ class Cell:
         part = self.decisive
         reason = f"{part.reason}; instead: {part.instead}" if part.instead else part.reason
         return {
-            "family": self.family, "architecture": self.architecture, "feature": self.feature,
-            "verdict": self.word, "reason": reason, "by": part.author,
+            "family": self.family,
+            "architecture": self.architecture,
+            "feature": self.feature,
+            "verdict": self.word,
+            "reason": reason,
+            "by": part.author,
         }
 
 
@@ -166,8 +216,12 @@ def cell(
         parts.append(Part(author="halo_core", word="Supported", reason=built.what))
     else:
         parts.append(
-            Part(author="halo_core", word="not built yet", instead=built.instead,
-                 reason=f"this version has no mechanism for it yet ({built.what})")
+            Part(
+                author="halo_core",
+                word="not built yet",
+                instead=built.instead,
+                reason=f"this version has no mechanism for it yet ({built.what})",
+            )
         )
     if isinstance(answer, Supported) and answer.proof == "gpu" and built.built:
         shown = [row for row in evidence if row.feature == feature]
@@ -194,15 +248,22 @@ def best(cells: Sequence[Cell], feature: str) -> Cell:
 def _family_part(answer: Verdict | None, author: str, contract: int, built: Mechanism) -> Part:
     if answer is None and built.since > contract:
         return Part(
-            author=author, word="Unsupported", reason=f"not declared: plugin written for contract {contract}",
+            author=author,
+            word="Unsupported",
+            reason=f"not declared: plugin written for contract {contract}",
             instead=f"ask for a release of {author} that answers {built.feature!r}",
         )
     if answer is None:
-        return Part(author=author, word="Unsupported", reason="not answered by its plugin",
-                    instead=f"ask for a release of {author} that answers {built.feature!r}")
+        return Part(
+            author=author,
+            word="Unsupported",
+            reason="not answered by its plugin",
+            instead=f"ask for a release of {author} that answers {built.feature!r}",
+        )
     if isinstance(answer, Supported):
         return Part(author=author, word="Supported", reason="the family says it works")
     if isinstance(answer, Experimental):
-        return Part(author=author, word="Experimental", reason=answer.note,
-                    instead=f"allow_experimental: [{built.feature}]")
+        return Part(
+            author=author, word="Experimental", reason=answer.note, instead=f"allow_experimental: [{built.feature}]"
+        )
     return Part(author=author, word="Unsupported", reason=answer.reason, instead=answer.instead, because=answer.because)

@@ -9,9 +9,19 @@ import platform
 NEEDED = ("torch", "transformers", "pluggy", "safetensors", "PyYAML", "datasets", "typer", "rich", "huggingface_hub")
 OPTIONAL = (
     ("liger-kernel", "liger_kernel", "fused kernels", "pip install 'halo-moe[gpu]'"),
-    ("flash-linear-attention", "fla", "fast gated delta rule (GPU machines only)", "pip install 'halo-moe[linear-attention]'"),
+    (
+        "flash-linear-attention",
+        "fla",
+        "fast gated delta rule (GPU machines only)",
+        "pip install 'halo-moe[linear-attention]'",
+    ),
     ("flash-attn-4", "flash_attn", "flash attention", "pip install 'halo-moe[flash]'"),
-    ("deep_ep", "deep_ep", "fast token exchange between GPUs", "see the documentation of expert parallelism: it is built from source"),
+    (
+        "deep_ep",
+        "deep_ep",
+        "fast token exchange between GPUs",
+        "see the documentation of expert parallelism: it is built from source",
+    ),
     ("tensorboard", "tensorboard", "report_to: tensorboard", "pip install 'halo-moe[tensorboard]'"),
     ("wandb", "wandb", "report_to: wandb", "pip install 'halo-moe[wandb]'"),
     ("trackio", "trackio", "report_to: trackio", "pip install 'halo-moe[trackio]'"),

@@ -18,15 +18,28 @@ def run(*, family: str, dense: bool, out: Path, seed: int, plugin_files: tuple[P
     found = registry.family(family)
     if found is None:
         raise Refused(
-            Problem(key="--family", value=family, why=f"no installed plugin has this family{registry.near_family(family)}",
-                    remedy=f"one of: {', '.join(registry.families)}")
+            Problem(
+                key="--family",
+                value=family,
+                why=f"no installed plugin has this family{registry.near_family(family)}",
+                remedy=f"one of: {', '.join(registry.families)}",
+            )
         )
     chosen = found.tiny(dense=dense)
     if chosen is None:
-        raise Refused(Problem(key="--dense", value=True, why=f"family {found.name} has no dense architecture",
-                              remedy="leave --dense out", by=found.plugin))
+        raise Refused(
+            Problem(
+                key="--dense",
+                value=True,
+                why=f"family {found.name} has no dense architecture",
+                remedy="leave --dense out",
+                by=found.plugin,
+            )
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise Refused(Problem(key="--out", value=out, why="it exists and is not an empty folder", remedy="give a new folder"))
+        raise Refused(
+            Problem(key="--out", value=out, why="it exists and is not an empty folder", remedy="give a new folder")
+        )
     from halo_core.models.tiny import write_tiny
 
     write_tiny(chosen, out, seed=seed)

@@ -21,7 +21,11 @@ from halo_core import registry as facts
 from halo_core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MISTAKE, Problem, Refused
 
 app = typer.Typer(
-    name="halo", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    name="halo",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     help="Post-training for Hugging Face mixture-of-experts models: families are plugins.",
 )
 PluginFiles = Annotated[list[Path], typer.Option("--plugin", metavar="FILE.py", help="Load this plugin file as well.")]
@@ -30,7 +34,9 @@ PluginFiles = Annotated[list[Path], typer.Option("--plugin", metavar="FILE.py", 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def train(
     context: typer.Context,
-    family: Annotated[str | None, typer.Option("--family", "-f", help="The model family; read from the model if left out.")] = None,
+    family: Annotated[
+        str | None, typer.Option("--family", "-f", help="The model family; read from the model if left out.")
+    ] = None,
     nproc: Annotated[int, typer.Option("--nproc", "-n", help="Number of processes.")] = 1,
     plugin: PluginFiles = [],  # noqa: B006  typer reads the default, nobody changes it
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
@@ -45,9 +51,12 @@ def train(
 def matrix(
     family: Annotated[str | None, typer.Option("--family", "-f", help="Only this family.")] = None,
     why: Annotated[
-        tuple[str, str] | None, typer.Option("--why", metavar="FAMILY FEATURE", help="Every part of one answer, with its author.")
+        tuple[str, str] | None,
+        typer.Option("--why", metavar="FAMILY FEATURE", help="Every part of one answer, with its author."),
     ] = None,
-    config: Annotated[Path | None, typer.Option("--config", metavar="RUN.yaml", help="What this very run uses.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="RUN.yaml", help="What this very run uses.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A list of cells.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="The table of the documentation.")] = False,
     plugin: PluginFiles = [],  # noqa: B006
@@ -154,7 +163,7 @@ def exit_code(arguments: Sequence[str]) -> int:
 def _add_plugin_commands(arguments: Sequence[str]) -> None:
     """Offer plugins' own commands, loading plugins only where the command is none of ours."""
     ours = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    if arguments and (arguments[0] in ours or arguments[0] == "--help" and len(arguments) > 1):
+    if arguments and (arguments[0] in ours or (arguments[0] == "--help" and len(arguments) > 1)):
         return
     found = plugin_loading.load()
     for row in found.loaded:
@@ -162,7 +171,10 @@ def _add_plugin_commands(arguments: Sequence[str]) -> None:
             try:
                 row.module.halo_add_commands(commands=app)
             except Exception as fault:
-                print(f"halo: plugin {row.name} could not add its commands: {plugin_loading.fault_text(fault)}", file=sys.stderr)
+                print(
+                    f"halo: plugin {row.name} could not add its commands: {plugin_loading.fault_text(fault)}",
+                    file=sys.stderr,
+                )
     if found.broken:
         names = ", ".join(row.name for row in found.broken)
         print(f"halo: broken plugins: {names}; `halo plugins` says what is wrong", file=sys.stderr)

@@ -20,7 +20,9 @@ def feature_table(plan: RunPlan) -> Table:
         table.add_column(name, overflow="fold")
     for row in plan.rows:
         asked = f"{row.key}: {row.value}" if row.key else "always"
-        reason = f"{row.reason}; until then: {row.instead}" if row.word == "not built yet" and row.instead else row.reason
+        reason = (
+            f"{row.reason}; until then: {row.instead}" if row.word == "not built yet" and row.instead else row.reason
+        )
         table.add_row(row.feature, row.word, asked, reason, row.by)
     return table
 
@@ -46,8 +48,10 @@ def print_plan(checked: Checked) -> None:
     print(f"model:     {plan.model_name_or_path}, config.json from {plan.model_origin}")
     if checked.guessed:
         print(f"           guessed, not published: {', '.join(checked.guessed)}")
-    print(f"processes: {degrees.world} = replicate {degrees.replicate} x shard {degrees.shard} x cp {degrees.cp} "
-          f"x ep {degrees.ep} x etp {degrees.etp}")
+    print(
+        f"processes: {degrees.world} = replicate {degrees.replicate} x shard {degrees.shard} x cp {degrees.cp} "
+        f"x ep {degrees.ep} x etp {degrees.etp}"
+    )
     print(f"kernels:   attention {plan.attention}, experts {plan.experts_kernel}, head reference")
     print(f"plugins:   {', '.join(f'{name} {version}' for name, version in plan.plugins)}")
     print(f"digest:    {plan.digest()}")

@@ -15,7 +15,12 @@ def run(folder: Path, prompt: str, max_new_tokens: int) -> None:
     """
     if not (folder / "config.json").is_file():
         raise Refused(
-            Problem(key="DIR", value=folder, why="it holds no config.json", remedy="give a run's output_dir or a model folder")
+            Problem(
+                key="DIR",
+                value=folder,
+                why="it holds no config.json",
+                remedy="give a run's output_dir or a model folder",
+            )
         )
     print(answer(folder, prompt, max_new_tokens))
 
@@ -40,7 +45,10 @@ def answer(folder: Path, prompt: str, max_new_tokens: int = 64) -> str:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         out = model.generate(
-            ids.to(device), attention_mask=torch.ones_like(ids).to(device), max_new_tokens=max_new_tokens, do_sample=False,
+            ids.to(device),
+            attention_mask=torch.ones_like(ids).to(device),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         )
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))

@@ -50,20 +50,43 @@ def split(words: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...]]:
             overrides.append(word)
         elif word.startswith("-"):
             problems.append(
-                Problem(key=word, value="", where="command line", why="a setting needs its value in the same word",
-                        remedy=f"--{word.lstrip('-')}=VALUE")
+                Problem(
+                    key=word,
+                    value="",
+                    where="command line",
+                    why="a setting needs its value in the same word",
+                    remedy=f"--{word.lstrip('-')}=VALUE",
+                )
             )
         else:
             files.append(word)
     for name in files:
         if Path(name).is_dir():
-            problems.append(Problem(key="CONFIG", value=name, where="command line", why="it is a folder", remedy="give a .yaml file"))
+            problems.append(
+                Problem(
+                    key="CONFIG", value=name, where="command line", why="it is a folder", remedy="give a .yaml file"
+                )
+            )
         elif not Path(name).is_file():
-            problems.append(Problem(key="CONFIG", value=name, where="command line", why="there is no such file",
-                                    remedy="give the path of a .yaml file; a setting is written key=value"))
+            problems.append(
+                Problem(
+                    key="CONFIG",
+                    value=name,
+                    where="command line",
+                    why="there is no such file",
+                    remedy="give the path of a .yaml file; a setting is written key=value",
+                )
+            )
     if len(files) > 1 and not problems:
-        problems.append(Problem(key="CONFIG", value=" ".join(files), where="command line", why="a run has one file",
-                                remedy="keep one; settings beside it are written key=value"))
+        problems.append(
+            Problem(
+                key="CONFIG",
+                value=" ".join(files),
+                where="command line",
+                why="a run has one file",
+                remedy="keep one; settings beside it are written key=value",
+            )
+        )
     if problems:
         raise Refused(problems)
     return (Path(files[0]) if files else None), tuple(overrides)

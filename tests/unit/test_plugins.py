@@ -12,7 +12,7 @@ from halo_core import plugins as loading
 from halo_core import registry as facts
 from halo_core import support
 
-FAMILY = '''
+FAMILY = """
 from halo_core.family import *
 from halo_core.hookspecs import hookimpl
 from halo_core.verdict import Supported, Unsupported
@@ -33,7 +33,7 @@ def halo_features():
     for feature in support.FEATURES:
         if feature not in {left_out}:
             yield Answer(architecture="{name}", feature=feature, verdict=Supported(proof="cpu"))
-'''
+"""
 
 
 def family_file(folder: Path, name: str, *, contract: int = 1, left_out: tuple[str, ...] = (), file: str = "") -> Path:
@@ -86,9 +86,19 @@ def test_two_misspelt_hooks_and_a_wrong_argument_are_all_told(tmp_path: Path) ->
         ("import sys; sys.exit(3)\n", "sys.exit(3)"),
         ("def (:\n", "SyntaxError"),
         ("x = 1\n", "implements no hook"),
-        ("from halo_core.hookspecs import hookimpl\n@hookimpl\ndef halo_features():\n    yield 'text'\n", "must yield Answer"),
-        ("from halo_core.hookspecs import hookimpl\n@hookimpl\ndef halo_features():\n    raise KeyError('gone')\n", "KeyError"),
-        ("from halo_core.hookspecs import hookimpl\n@hookimpl(wrapper=True)\ndef halo_features():\n    return (yield)\n", "wrapper"),
+        (
+            "from halo_core.hookspecs import hookimpl\n@hookimpl\ndef halo_features():\n    yield 'text'\n",
+            "must yield Answer",
+        ),
+        (
+            "from halo_core.hookspecs import hookimpl\n@hookimpl\ndef halo_features():\n    raise KeyError('gone')\n",
+            "KeyError",
+        ),
+        (
+            "from halo_core.hookspecs import hookimpl\n"
+            "@hookimpl(wrapper=True)\ndef halo_features():\n    return (yield)\n",
+            "wrapper",
+        ),
     ],
 )
 def test_fault_becomes_a_row_and_others_still_load(tmp_path: Path, source: str, expected: str) -> None:
@@ -108,7 +118,9 @@ def test_plugin_that_imports_torch_is_broken(tmp_path: Path) -> None:
         "from pathlib import Path; from halo_core import plugins\n"
         "print(plugins.load((Path(sys.argv[2]),)).rows[-1].faults)"
     )
-    run = subprocess.run([sys.executable, "-c", program, str(tmp_path), str(path)], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path), str(path)], capture_output=True, text=True, check=True
+    )
     assert "imports torch" in run.stdout
 
 
@@ -126,7 +138,8 @@ def test_current_plugin_must_answer_every_feature_and_an_older_one_reads_not_dec
     assert "does not answer: packing" in "\n".join(registry.plugins.rows[-1].faults)
     newer = tuple(
         support.Mechanism(feature=m.feature, what=m.what, built=m.built, since=2, instead=m.instead)
-        if m.feature == "packing" else m
+        if m.feature == "packing"
+        else m
         for m in support.MECHANISMS
     )
     monkeypatch.setattr(support, "MECHANISMS", newer)
@@ -146,9 +159,9 @@ def test_two_answers_for_one_cell_name_both_plugins(tmp_path: Path) -> None:
     other.write_text(
         "from halo_core.family import Answer\nfrom halo_core.hookspecs import hookimpl\n"
         "from halo_core.verdict import Supported\n"
-        "@hookimpl\ndef halo_features():\n    yield Answer(architecture='toy', feature='packing', verdict=Supported(proof='cpu'))\n"
-        "    yield Answer(architecture='toi', feature='packing', verdict=Supported(proof='cpu'))\n"
-        "    yield Answer(architecture='toy', feature='pakking', verdict=Supported(proof='cpu'))\n"
+        "@hookimpl\ndef halo_features():\n"
+        "    for name, feature in (('toy', 'packing'), ('toi', 'packing'), ('toy', 'pakking')):\n"
+        "        yield Answer(architecture=name, feature=feature, verdict=Supported(proof='cpu'))\n"
     )
     registry = facts.load((family_file(tmp_path, "toy"), other))
     assert all("answered twice: by toy and by other" in "\n".join(row.faults) for row in enabled(registry.plugins))
@@ -165,7 +178,9 @@ def test_allow_list_and_disable_list_and_a_name_that_is_not_installed(monkeypatc
 
 def test_exception_in_a_behaviour_hook_names_the_plugin(tmp_path: Path) -> None:
     path = family_file(tmp_path, "toy")
-    path.write_text(path.read_text() + "\n@hookimpl\ndef halo_step_ended(plan, step):\n    raise RuntimeError('late')\n")
+    path.write_text(
+        path.read_text() + "\n@hookimpl\ndef halo_step_ended(plan, step):\n    raise RuntimeError('late')\n"
+    )
     plugins = loading.load((path,))
     with pytest.raises(loading.PluginFault, match=r"plugin 'toy' failed in halo_step_ended: RuntimeError: late"):
         plugins.call("halo_step_ended", family="toy", plan=None, step=None)

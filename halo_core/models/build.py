@@ -1,0 +1,77 @@
+"""Builds an architecture's model on the meta device: shapes, dtypes and sockets, and no memory.
+
+Not for weights (`load.py`): between the two, sharding may replace parameters by shards of themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
+
+from halo_core.kernels.experts.weights import ExpertsKernel
+from halo_core.models import sockets
+from halo_core.registry import Architecture, text_config
+
+
+def build_meta(
+    architecture: Architecture,
+    model_config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    attention: str = "eager",
+    experts: ExpertsKernel | None = None,
+) -> PreTrainedModel:
+    """Return the causal language model on the meta device, in training mode.
+
+    model_config: the whole config.json; of a multimodal one the text part is built.
+    dtype: of the parameters. Tensors that the model's code makes in fp32 on purpose stay in fp32.
+    attention: transformers' name of the attention implementation.
+    experts: the experts kernel to attach; None leaves transformers' own (for counting only).
+    """
+    config = text_model_config(architecture, model_config)
+    # Training never reads a cache; with one, transformers also stops telling packed documents apart.
+    config.use_cache = False
+    model_class = attribute(architecture.spec.model_class)
+    with torch.device("meta"):
+        model: PreTrainedModel = model_class._from_config(config, dtype=dtype, attn_implementation=attention)
+    _keep_fp32(model, dtype)
+    if experts is not None:
+        sockets.attach(model, architecture, experts)
+    return model.train()
+
+
+def text_model_config(architecture: Architecture, model_config: Mapping[str, Any]) -> PretrainedConfig:
+    """Return the language model's configuration object, read from config.json as a dict."""
+    inner = text_config(architecture.spec, model_config)
+    given = dict(inner)
+    if inner is not model_config and "tie_word_embeddings" in model_config:
+        # The multimodal class ties by its own entry and never reads the text part's.
+        given["tie_word_embeddings"] = model_config["tie_word_embeddings"]
+    config: PretrainedConfig = attribute(architecture.spec.config_class).from_dict(given)
+    return config
+
+
+def attribute(target: str) -> Any:
+    """Return what stands at "module:attribute"."""
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _keep_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give fp32 to the parameters that transformers would load in fp32 whatever dtype is asked for."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return
+    kept_names, _, _ = build_glob_alternation(list(plan))
+    for name, parameter in list(model.named_parameters()):
+        if kept_names.search(name):
+            owner, _, leaf = name.rpartition(".")
+            kept = torch.empty_like(parameter, dtype=torch.float32)
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(kept))
+    model.tie_weights()

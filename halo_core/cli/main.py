@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 
 from halo_core import plugins as plugin_loading
@@ -131,26 +130,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def exit_code(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit code; a user's mistake is printed without a traceback."""
+    words = list(arguments) or ["--help"]
     try:
-        _add_plugin_commands(arguments)
-        outcome: Any = app(args=list(arguments), standalone_mode=False, prog_name="halo")
+        _add_plugin_commands(words)
+        outcome: Any = app(args=words, standalone_mode=False, prog_name="halo")
+        sys.stdout.flush()
+        if outcome == EXIT_INTERRUPTED:  # typer turns Ctrl-C into this number
+            print("halo: interrupted", file=sys.stderr)
         return int(outcome) if isinstance(outcome, int) else 0
     except Refused as refusal:
         print(f"halo: refused\n{refusal.text()}", file=sys.stderr)
         return EXIT_MISTAKE
-    except click.exceptions.Exit as leave:
+    except typer.Exit as leave:
         return int(leave.exit_code)
-    except click.ClickException as mistake:
-        print(f"halo: {mistake.format_message()}\nTry: halo {' '.join(arguments[:1])} --help", file=sys.stderr)
-        return EXIT_MISTAKE
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("halo: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output (such as `head`) has left; Python would complain again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _reader_left()
+    except SystemExit as leave:
+        if isinstance(leave.__context__, BrokenPipeError):  # typer's own answer to it
+            return _reader_left()
+        raise
     except Exception as fault:
+        # The classes of the command line's own mistakes depend on typer's version: some bring a click of their own.
+        if callable(explain := getattr(fault, "format_message", None)):
+            print(f"halo: {explain()}\nTry: {_help_line(words)}", file=sys.stderr)
+            return EXIT_MISTAKE
         code = getattr(fault, "exit_code", None)
         if isinstance(code, int):  # a stop that the run itself explains: no traceback
             print(f"halo: {fault}", file=sys.stderr)
@@ -160,10 +166,23 @@ def exit_code(arguments: Sequence[str]) -> int:
         return EXIT_BUG
 
 
+def _reader_left() -> int:
+    """Return 0: the reader of our output (such as `head`) has enough. Python would complain again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _help_line(words: Sequence[str]) -> str:
+    return f"halo {words[0]} --help" if words[0] in _our_commands() else "halo --help"
+
+
+def _our_commands() -> set[str]:
+    return {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+
+
 def _add_plugin_commands(arguments: Sequence[str]) -> None:
     """Offer plugins' own commands, loading plugins only where the command is none of ours."""
-    ours = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    if arguments and (arguments[0] in ours or (arguments[0] == "--help" and len(arguments) > 1)):
+    if arguments[0] in _our_commands():
         return
     found = plugin_loading.load()
     for row in found.loaded:

@@ -5,6 +5,7 @@ Not for training: `halo_core.trainer` does that, the Python API calls it as well
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from halo_core import config as configuration
@@ -21,8 +22,9 @@ def run(
     Raises:
         Refused: with every problem of the command line, the file and the plan.
     """
-    file, overrides = split(words)
+    file, overrides, problems = split(words)
     read = configuration.read(file, overrides)
+    read = replace(read, problems=(*problems, *read.problems))
     checked = planning.build(read, load_registry(plugin_files), nproc=nproc, family=family, dry_run=dry_run)
     if dry_run:
         from halo_core.cli.plan_table import print_plan
@@ -34,59 +36,56 @@ def run(
     train(checked)
 
 
-def split(words: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...]]:
-    """Return (CONFIG, overrides) from the words that are no option of `halo train`, in any order.
+def split(words: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...], tuple[Problem, ...]]:
+    """Return (CONFIG, overrides, problems) from the words that are no option of `halo train`, in any order.
+
+    The problems are settings without a value, which need not hide what else is wrong.
 
     Raises:
-        Refused: a flag without a value, two files, or a file that does not exist.
+        Refused: two files, or a file that does not exist; without the file nothing else can be said.
     """
     problems: list[Problem] = []
     files: list[str] = []
     overrides: list[str] = []
-    for word in words:
+    left = list(words)
+    while left:
+        word = left.pop(0)
         if Path(word).is_file():
             files.append(word)
         elif "=" in word:
             overrides.append(word)
         elif word.startswith("-"):
-            problems.append(
-                Problem(
-                    key=word,
-                    value="",
-                    where="command line",
-                    why="a setting needs its value in the same word",
-                    remedy=f"--{word.lstrip('-')}=VALUE",
-                )
-            )
+            value = left.pop(0) if left and _reads_as_value(left[0]) else None
+            problems.append(_without_value(word, value))
         else:
             files.append(word)
-    for name in files:
-        if Path(name).is_dir():
-            problems.append(
-                Problem(
-                    key="CONFIG", value=name, where="command line", why="it is a folder", remedy="give a .yaml file"
-                )
-            )
-        elif not Path(name).is_file():
-            problems.append(
-                Problem(
-                    key="CONFIG",
-                    value=name,
-                    where="command line",
-                    why="there is no such file",
-                    remedy="give the path of a .yaml file; a setting is written key=value",
-                )
-            )
-    if len(files) > 1 and not problems:
-        problems.append(
-            Problem(
-                key="CONFIG",
-                value=" ".join(files),
-                where="command line",
-                why="a run has one file",
-                remedy="keep one; settings beside it are written key=value",
-            )
-        )
-    if problems:
-        raise Refused(problems)
-    return (Path(files[0]) if files else None), tuple(overrides)
+    wrong = [problem for name in files if (problem := _file_problem(name)) is not None]
+    if len(files) > 1 and not wrong:
+        wrong = [_problem("CONFIG", " ".join(files), "a run has one file", "keep one; settings are written key=value")]
+    if wrong:
+        raise Refused([*problems, *wrong])
+    return (Path(files[0]) if files else None), tuple(overrides), tuple(problems)
+
+
+def _reads_as_value(word: str) -> bool:
+    """Return whether a word after a setting without `=` can only be meant as its value."""
+    is_config = Path(word).suffix in (".yaml", ".yml") and Path(word).is_file()
+    return not (word.startswith("--") or "=" in word or is_config)
+
+
+def _without_value(word: str, value: str | None) -> Problem:
+    remedy = f"--{word.lstrip('-')}={'VALUE' if value is None else value}"
+    return _problem(word, value or "", "a setting needs its value in the same word", remedy)
+
+
+def _file_problem(name: str) -> Problem | None:
+    if Path(name).is_dir():
+        return _problem("CONFIG", name, "it is a folder", "give a .yaml file")
+    if not Path(name).is_file():
+        remedy = "give the path of a .yaml file; a setting is written key=value"
+        return _problem("CONFIG", name, "there is no such file", remedy)
+    return None
+
+
+def _problem(key: str, value: str, why: str, remedy: str) -> Problem:
+    return Problem(key=key, value=value, where="command line", why=why, remedy=remedy)

@@ -1,4 +1,4 @@
-"""What every test starts with: one thread, no network, quiet libraries. Not for fixtures of one part: those stand beside it."""
+"""What every test starts with: one thread, no network, quiet libraries. Not for fixtures: those stand beside tests."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def read_layout(model: PreTrainedModel, files: Iterable[WeightFile], architectur
 def to_source(group: Group, tensors: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
     """Return source key -> tensor in the source's layout, made from the model's tensors `group.targets`."""
     if group.converter is None:
-        return {key: tensors[group.targets[0]] for key in group.members}
+        return dict.fromkeys(group.members, tensors[group.targets[0]])
     reverse = deepcopy(group.converter).reverse_transform()
     first = ""
     for name in group.targets:
@@ -230,7 +230,8 @@ def _is_complete(
     found = re.search(re.escape(before) + r"(\d+)" + re.escape(after), sample)
     assert found is not None, f"{sample} carries no number where {pattern} has a star"
     head, tail = sample[: found.start()], sample[found.end() :]
-    wanted = {head + p.replace("*", str(number), 1) + tail for p in converter.source_patterns for number in range(count)}
+    patterns = [pattern.replace("*", "{}", 1) for pattern in converter.source_patterns]
+    wanted = {head + pattern.format(number) + tail for pattern in patterns for number in range(count)}
     missing = sorted(wanted - present.keys(), key=dot_natural_key)
     extra = sorted((key for name, key in present.items() if name not in wanted), key=dot_natural_key)
     faults.missing += missing

@@ -1,4 +1,4 @@
-"""Small model folders of every architecture, made by transformers alone. Not for models that Halo writes: those are tested."""
+"""Small model folders of every architecture, made by transformers alone. Not for models that Halo writes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,153 @@
+"""What makes two runs the same run, and which differences a resumed run may have.
+
+Not for the weights: their names and shapes are compared when they are read. No torch here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from halo_core.errors import Problem, shown
+
+if TYPE_CHECKING:
+    from halo_core.config import RunConfig
+    from halo_core.plan import RunPlan
+
+HARMLESS = frozenset({
+    "output_dir", "run_name", "resume_from_checkpoint", "report_to", "push_to_hub", "logging_steps",
+    "save_strategy", "save_steps", "save_total_limit", "save_timeout",
+    "eval_strategy", "eval_steps", "per_device_eval_batch_size", "eval_dataset", "dataset_test_split", "eval_packing",
+    "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+    "export_text_only", "enable_efficiency_metrics", "enable_moe_metrics",
+    "allow_experimental", "allow_untested_transformers", "allow_warm_restart", "trust_remote_code",
+    "model_name_or_path", "model_revision", "family", "gradient_checkpointing",
+})
+"""Keys that change nothing a step computes: weights come from the checkpoint, the architecture is compared itself."""
+
+DATA = frozenset({
+    "dataset_name", "dataset_config", "dataset_train_split", "datasets", "on_bad_row", "overlong", "max_length",
+    "chat_template_path", "assistant_only_loss", "completion_only_loss",
+})
+"""Keys that only decide the rows; the rows themselves are compared, so a moved file is not another run."""
+
+LENGTH = frozenset({"max_steps", "num_train_epochs"})
+"""Keys that end a run sooner or later. The learning rate then follows the new length from the next step on."""
+
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+"""Keys whose product has to stay."""
+
+PLAN = ("family", "architecture", "model_type", "attention", "experts_kernel")
+"""What of a plan decides numbers."""
+
+VERSIONS = ("torch", "transformers", "device", "plugins")
+"""What of an environment can move the last bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """A run in plain values: its configuration, plan, data (`count`, `digest`) and environment."""
+
+    config: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    data: Mapping[str, Any]
+    environment: Mapping[str, Any]
+
+
+class TokenRow(Protocol):
+    """What is read of a row."""
+
+    @property
+    def row_id(self) -> int: ...
+    @property
+    def input_ids(self) -> Sequence[int]: ...
+    @property
+    def supervised(self) -> Sequence[bool]: ...
+
+
+def data_of(rows: Iterable[TokenRow]) -> dict[str, Any]:
+    """Return the count and digest of rows; equal exactly when every token, mask and row number is."""
+    digest = hashlib.blake2b(digest_size=16)
+    count = 0
+    for row in rows:
+        count += 1
+        digest.update(array("q", [row.row_id, len(row.input_ids), *row.input_ids]).tobytes())
+        digest.update(bytes(row.supervised))
+    return {"count": count, "digest": digest.hexdigest()}
+
+
+def identity_of(
+    *, config: RunConfig, plan: RunPlan, rows: Iterable[TokenRow], environment: Mapping[str, Any]
+) -> Identity:
+    """Return the identity of a run over `rows`."""
+    return Identity(
+        config=plain(vars(config)),
+        plan={key: plain(getattr(plan, key)) for key in PLAN},
+        data=data_of(rows),
+        environment=plain(environment),
+    )
+
+
+def plain(value: Any) -> Any:
+    """Return `value` in the types that YAML and JSON know: mappings, lists, numbers, text, booleans and null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(entry) for entry in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def differences(saved: Identity, now: Identity) -> tuple[list[Problem], list[str]]:
+    """Return what forbids resuming `saved` as `now`, and what a person should know although it does not."""
+    problems: list[Problem] = []
+    notes: list[str] = []
+    # A key that only one of two versions knows is not a choice anyone made differently.
+    changed = [key for key in sorted(saved.config.keys() & now.config.keys()) if saved.config[key] != now.config[key]]
+    other_rows = saved.data != now.data
+    for key in changed:
+        before, after = saved.config[key], now.config[key]
+        if key in HARMLESS or key in BATCH or (key in DATA and not other_rows):
+            continue
+        if key in LENGTH:
+            notes.append(f"{key} was {shown(before)} and is {shown(after)}: the learning rate follows the new length "
+                         "from the next step on")
+            continue
+        problems.append(_changed(key, before, after))
+    problems += _batch(saved.config, now.config, notes)
+    if other_rows and not any(problem.key in DATA for problem in problems):
+        problems.append(Problem(
+            why=f"the rows are not those of the checkpoint ({saved.data.get('count')} rows then, "
+                f"{now.data.get('count')} now, or other tokens)",
+            remedy="resume with the data and tokenizer of the first part, or start a new run in another output_dir"))
+    for key in PLAN:
+        if saved.plan.get(key) != now.plan.get(key) and not problems:
+            problems.append(_changed(f"the plan's {key}", saved.plan.get(key), now.plan.get(key)))
+    notes += [f"{key} was {shown(saved.environment.get(key))} and is {shown(now.environment.get(key))}: "
+              "results may differ in their last bits"
+              for key in VERSIONS if saved.environment.get(key) != now.environment.get(key)]
+    return problems, notes
+
+
+def _changed(key: str, before: object, after: object) -> Problem:
+    return Problem(key=key, value=after, why=f"the checkpoint has {shown(before)}, so this would be another run",
+                   remedy=f"set {key}: {shown(before)}, or start a new run in another output_dir")
+
+
+def _batch(saved: Mapping[str, Any], now: Mapping[str, Any], notes: list[str]) -> list[Problem]:
+    before = [int(saved.get(key) or 1) for key in BATCH]
+    after = [int(now.get(key) or 1) for key in BATCH]
+    if before == after:
+        return []
+    rows = before[0] * before[1]
+    if rows == after[0] * after[1]:
+        notes.append(f"{rows} rows a step as before, split into {after[1]} micro-batches instead of {before[1]}: "
+                     "results may differ in their last bits")
+        return []
+    fits = rows % after[0] == 0
+    remedy = f"{BATCH[1]}: {rows // after[0]}" if fits else f"{BATCH[0]}: {before[0]} and {BATCH[1]}: {before[1]}"
+    return [Problem(key=BATCH[1], value=after[1],
+                    why=f"a step would take {after[0] * after[1]} rows, and the checkpoint was made with {rows}",
+                    remedy=f"set {remedy}")]

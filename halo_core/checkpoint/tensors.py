@@ -1,0 +1,50 @@
+"""Named tensors as the bytes of one safetensors file, produced piece by piece.
+
+Not for reading: safetensors does that. Its own writer copies every tensor before it writes; this one holds one
+tensor at a time in host memory, which for a large model is the difference between saving and running out.
+Source: the format at https://huggingface.co/docs/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ALIGNMENT = 8
+
+
+def num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Return the bytes of all tensors together, without the file's header."""
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+
+
+def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """Yield the file's bytes: the header, then each tensor in the order of the mapping."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.dtype.itemsize
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape),
+                        "data_offsets": [position, position + size]}
+        position += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        if tensor.numel():
+            yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,1 @@
+"""Optimizers and learning rate schedules. Not for gradients: clipping and accumulation belong to the step."""

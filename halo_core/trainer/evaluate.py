@@ -1,0 +1,75 @@
+"""Evaluation: every row exactly once, without gradients, one mean over all supervised tokens.
+
+Not for deciding when to evaluate or what is best: see `policy.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from halo_core.methods.method import Method
+from halo_core.trainer.report import EvaluationReport
+from halo_core.trainer.step import ModelHidden, TokenHead, batch_sums
+from halo_core.trainer.stopped import StepFault
+
+
+@torch.no_grad()
+def evaluate(
+    *,
+    model: nn.Module,
+    model_hidden: ModelHidden,
+    head: TokenHead,
+    method: Method,
+    rows: Sequence[Any],
+    batch_size: int,
+    pad_id: int,
+    device: torch.device,
+    step: int,
+    epoch: float,
+    abandoned: Callable[[], bool] = lambda: False,
+) -> EvaluationReport | None:
+    """Return the loss over all rows, or None when `abandoned()` became true between two batches.
+
+    A batch without any supervised token counts as nothing. The model is left in the mode it was in.
+
+    Raises:
+        StepFault: no row has a supervised token, or the loss is not finite.
+    """
+    began = time.perf_counter()
+    was_training = model.training
+    model.eval()
+    sums: Counter[str] = Counter()
+    denominators: Counter[str] = Counter()
+    tokens, supervised = 0, 0
+    try:
+        for first in range(0, len(rows), batch_size):
+            if abandoned():
+                return None
+            batch = method.collate([rows[i] for i in range(first, min(first + batch_size, len(rows)))], pad_id)
+            tokens += batch.tokens
+            supervised += batch.supervised_tokens
+            shares = method.denominators(batch)
+            if any(shares.values()):
+                denominators.update(shares)
+                terms = batch_sums(model, model_hidden, head, method, batch.to(device))
+                sums.update({name: total.item() for name, total in terms.items()})
+    finally:
+        model.train(was_training)
+    if not any(denominators.values()):
+        raise StepFault(what=f"none of the {len(rows)} evaluation rows has a supervised token",
+                        remedy="raise max_length, or set eval_strategy: no")
+    loss = sum(sums[name] / denominator for name, denominator in denominators.items() if denominator)
+    if not math.isfinite(loss):
+        raise StepFault(what=f"the evaluation loss is {loss}",
+                        remedy="lower learning_rate and resume from the last checkpoint")
+    return EvaluationReport(
+        step=step, epoch=epoch, eval_loss=loss, eval_rows=len(rows), eval_tokens=tokens,
+        eval_supervised_tokens=supervised, eval_seconds=time.perf_counter() - began,
+    )

@@ -1,0 +1,252 @@
+"""The training loop: steps, and after each step reports, evaluation, saving and interrupts.
+
+Not for building anything: model, data, method, optimizer and schedule arrive as arguments, and no method has a
+special case here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from halo_core.checkpoint import atomic, find, randomness, resume, rotation
+from halo_core.checkpoint.find import Checkpoint
+from halo_core.checkpoint.identity import Identity
+from halo_core.checkpoint.save import save
+from halo_core.data.order import StepOrder
+from halo_core.errors import Problem, Refused
+from halo_core.methods.method import Method
+from halo_core.optim.schedule import Schedule
+from halo_core.trainer import best as best_so_far
+from halo_core.trainer import metrics
+from halo_core.trainer.best import Best
+from halo_core.trainer.evaluate import evaluate
+from halo_core.trainer.interrupts import Interrupts
+from halo_core.trainer.moved import MovedCheck
+from halo_core.trainer.policy import best_metric, build_policy, tracks_best
+from halo_core.trainer.report import EvaluationReport, Reporter, RunStart, StepReport
+from halo_core.trainer.run_folder import RunFolder
+from halo_core.trainer.step import ModelHidden, TokenHead, run_step
+from halo_core.trainer.stopped import Interrupted, StepFault, TrainingStopped
+
+if TYPE_CHECKING:
+    from halo_core.config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """How a run ended: its last step and reports, and its best and newest checkpoint, where there are any."""
+
+    step: int
+    last: StepReport | None
+    evaluation: EvaluationReport | None
+    best: Best | None
+    checkpoint: Path | None
+
+
+def fit(
+    *,
+    model: nn.Module,
+    model_hidden: ModelHidden,
+    head: TokenHead,
+    method: Method,
+    rows: Sequence[Any],
+    evaluation: Sequence[Any] | None,
+    order: StepOrder,
+    pad_id: int,
+    optimizer: torch.optim.Optimizer,
+    schedule: Schedule,
+    total_steps: int,
+    config: RunConfig,
+    folder: RunFolder,
+    identity: Identity,
+    device: torch.device,
+    interrupts: Interrupts,
+    reporters: Sequence[Reporter] = (),
+    on_step: Callable[[StepReport], None] | None = None,
+    checkpoint: Checkpoint | None = None,
+) -> FitResult:
+    """Train `model` in place from `checkpoint` (or from its weights as they are) up to `total_steps`.
+
+    model_hidden: (model, batch) -> last hidden states [B, S, H]. head: (hidden [T, H], targets [T]) -> log-probability
+    [T] fp32, 0 where ignored. rows, evaluation: what the method collates. order: which rows each step takes.
+    reporters: listeners beside metrics.jsonl. on_step: called after each optimizer step. checkpoint: already checked
+    against `identity`. At the end the model holds the last weights, or the best with `load_best_model_at_end`.
+
+    Raises:
+        Refused: the checkpoint does not fit the model or the optimizer, or lies beyond the last step.
+        TrainingStopped: the run cannot go on; earlier checkpoints are untouched.
+        Interrupted: a signal came; a checkpoint was saved.
+    """
+    run = _Run(model=model, model_hidden=model_hidden, head=head, method=method, evaluation=evaluation, pad_id=pad_id,
+               optimizer=optimizer, config=config, folder=folder, identity=identity, device=device,
+               interrupts=interrupts)
+    policy = build_policy(config, total=total_steps, steps_per_epoch=order.steps_per_epoch)
+    start = 0 if checkpoint is None else checkpoint.step
+    if start > total_steps:
+        raise Refused(Problem(key="max_steps", value=total_steps, why=f"the checkpoint is already at step {start}",
+                              remedy="raise max_steps or num_train_epochs, or resume from an earlier checkpoint"))
+    model.train()
+    notes = run.begin(checkpoint)
+    moved = MovedCheck(dict(model.named_parameters()))
+    metrics_file = metrics.MetricsFile(folder.metrics)
+    run.listeners = (metrics_file, *reporters)
+    beginning = RunStart(step=start, total_steps=total_steps, steps_per_epoch=order.steps_per_epoch)
+    with interrupts, run.reporting(beginning):
+        for text in notes:
+            run.note(text)
+        if checkpoint is not None and policy.due(start).evaluate and run.evaluated_step != start:
+            run.evaluate_now(start, order.epoch_of(start))
+            if run.is_best(start):
+                run.take_best(start, checkpoint.path)
+        for step in range(start + 1, total_steps + 1):
+            began = time.perf_counter()
+            rate = schedule.apply(optimizer, step)
+            batches = [method.collate([rows[index] for index in part], pad_id) for part in order.micro_batches(step)]
+            with run.faults_at(step):
+                outcome = run_step(model=model, model_hidden=model_hidden, head=head, method=method, batches=batches,
+                                   optimizer=optimizer, max_grad_norm=config.max_grad_norm, device=device)
+            report = StepReport(step=step, epoch=order.epoch_of(step), learning_rate=rate,
+                                seconds=time.perf_counter() - began, **vars(outcome))
+            run.last = report
+            for listener in run.listeners:
+                listener.stepped(report)
+            if on_step is not None:
+                on_step(report)
+            with run.faults_at(step):
+                moved.after_step(rate, outcome.grad_norm)
+            due = policy.due(step)
+            if due.evaluate and interrupts.requested is None:
+                run.evaluate_now(step, report.epoch)
+            # Read once: a signal that comes while saving is seen after the next step.
+            signal_name = interrupts.requested
+            is_best = run.is_best(step)
+            if due.save or signal_name is not None or (is_best and str(config.save_strategy) == "best"):
+                metrics_file.sync()
+                with run.faults_at(step):
+                    run.save_now(step, is_best)
+            if signal_name is not None:
+                assert run.newest is not None
+                raise Interrupted(signal_name=signal_name, step=step, checkpoint=run.newest)
+        if config.load_best_model_at_end and run.best is not None and run.best.step != total_steps:
+            run.note(f"the best checkpoint is {run.best.checkpoint} (step {run.best.step}): its weights are taken")
+            found = find.find(run.best.checkpoint, folder.path)
+            assert found is not None
+            resume.load_weights(found, model)
+    return FitResult(step=total_steps, last=run.last, evaluation=run.last_evaluation, best=run.best,
+                     checkpoint=run.newest)
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """What the loop carries from step to step, and the acts it repeats."""
+
+    model: nn.Module
+    model_hidden: ModelHidden
+    head: TokenHead
+    method: Method
+    evaluation: Sequence[Any] | None
+    pad_id: int
+    optimizer: torch.optim.Optimizer
+    config: RunConfig
+    folder: RunFolder
+    identity: Identity
+    device: torch.device
+    interrupts: Interrupts
+    listeners: tuple[Reporter, ...] = ()
+    last: StepReport | None = None
+    last_evaluation: EvaluationReport | None = None
+    evaluated_step: int | None = None
+    best: Best | None = None
+    newest: Path | None = None
+
+    def begin(self, checkpoint: Checkpoint | None) -> list[str]:
+        """Take over a checkpoint, or seed a new run; return what a person should know."""
+        if checkpoint is None:
+            randomness.seed_all(self.config.seed)
+            return []
+        resume.load_weights(checkpoint, self.model)
+        resume.load_optimizer(checkpoint, self.model, self.optimizer)
+        source = checkpoint.path.parent
+        moved = atomic.set_aside(self.folder.path, after=checkpoint.step)
+        metrics.carry_over(source / metrics.FILE_NAME, self.folder.metrics, checkpoint.step)
+        record = checkpoint.progress["best"]
+        self.best = best_so_far.recalled(record, (self.folder.path, source))
+        self.evaluated_step = checkpoint.progress["evaluated_step"]
+        self.newest = checkpoint.path
+        resume.load_random(checkpoint)
+        notes = [*checkpoint.skipped, f"going on from {checkpoint.path} after step {checkpoint.step}"]
+        notes += [f"{path.name} is later than that and was set aside" for path in moved]
+        if record is not None and self.best is None:
+            notes.append(f"the best checkpoint so far, of step {record['step']}, is gone: the search begins anew")
+        return notes
+
+    @contextmanager
+    def reporting(self, start: RunStart) -> Iterator[None]:
+        """Open and close every listener, also when the run ends by an exception."""
+        for listener in self.listeners:
+            listener.started(start)
+        try:
+            yield
+        finally:
+            for listener in self.listeners:
+                listener.ended()
+
+    @contextmanager
+    def faults_at(self, step: int) -> Iterator[None]:
+        """Turn a fault inside a step or a save into the end of the run, told with the last good checkpoint."""
+        try:
+            yield
+        except (StepFault, atomic.SaveFailed) as fault:
+            raise TrainingStopped(step=step, what=fault.what, remedy=fault.remedy, checkpoint=self.newest) from fault
+
+    def note(self, text: str) -> None:
+        """Tell every listener."""
+        for listener in self.listeners:
+            listener.noted(text)
+
+    def evaluate_now(self, step: int, epoch: float) -> None:
+        """Evaluate and report, unless a signal comes meanwhile: the resumed run makes up for it then."""
+        assert self.evaluation is not None, "policy.check refuses an evaluation without rows"
+        with self.faults_at(step):
+            report = evaluate(model=self.model, model_hidden=self.model_hidden, head=self.head, method=self.method,
+                              rows=self.evaluation, batch_size=self.config.per_device_eval_batch_size,
+                              pad_id=self.pad_id, device=self.device, step=step, epoch=epoch,
+                              abandoned=lambda: self.interrupts.requested is not None)
+        if report is None:
+            return
+        self.last_evaluation = report
+        self.evaluated_step = step
+        for listener in self.listeners:
+            listener.evaluated(report)
+
+    def is_best(self, step: int) -> bool:
+        """Return whether step `step` was evaluated and beats the best so far; never when no best is asked for."""
+        if self.evaluated_step != step or self.last_evaluation is None or not tracks_best(self.config):
+            return False
+        return best_so_far.is_better(self._value(), self.best, best_metric(self.config)[1])
+
+    def take_best(self, step: int, path: Path) -> None:
+        """Remember the checkpoint of the last evaluation as the best."""
+        self.best = Best(step=step, value=self._value(), checkpoint=path)
+
+    def save_now(self, step: int, is_best: bool) -> None:
+        """Save, and delete checkpoints that are no longer kept."""
+        if is_best:
+            self.take_best(step, self.folder.path / f"checkpoint-{step}")
+        progress = {"best": best_so_far.recorded(self.best), "evaluated_step": self.evaluated_step}
+        self.newest = save(self.folder.path, step=step, model=self.model, optimizer=self.optimizer, progress=progress,
+                           identity=self.identity)
+        kept = [self.newest] if self.best is None else [self.newest, self.best.checkpoint]
+        rotation.rotate(self.folder.path, limit=self.config.save_total_limit, keep=kept)
+
+    def _value(self) -> float:
+        assert self.last_evaluation is not None
+        return self.last_evaluation.row()[best_metric(self.config)[0]]

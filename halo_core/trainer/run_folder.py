@@ -1,0 +1,127 @@
+"""The folder of a run: its name, when it may be used, and the records of what ran in it.
+
+Not for checkpoints or the exported model, which lie in the same folder. No torch here: a folder refuses early.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from halo_core.checkpoint import atomic
+from halo_core.checkpoint.identity import plain
+from halo_core.errors import Problem
+from halo_core.trainer import metrics
+
+RECORDS = "halo"
+"""The sub-folder of run.yaml, plan.json and environment.json."""
+_MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
+_DISTRIBUTIONS = ("halo-moe", "torch", "transformers", "safetensors", "datasets", "tokenizers", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """An opened folder."""
+
+    path: Path
+
+    @property
+    def metrics(self) -> Path:
+        """Return where the rows of steps and evaluations go."""
+        return self.path / metrics.FILE_NAME
+
+    @property
+    def records(self) -> Path:
+        """Return where run.yaml, plan.json and environment.json lie."""
+        return self.path / RECORDS
+
+
+def expand(output_dir: str, now: datetime) -> Path:
+    """Return the folder that `output_dir` names: `%Y`-like codes become the date and time, `%%` a percent sign.
+
+    A percent sign before anything but a letter stays as typed.
+    """
+    return Path(re.sub(r"%([A-Za-z%])", lambda found: now.strftime(found.group(0)), output_dir)).expanduser()
+
+
+def problems(path: Path, *, resumed_from: Path | None) -> tuple[Problem, ...]:
+    """Return what stands in the way of running in `path`.
+
+    resumed_from: the checkpoint that the run goes on from, or None. It may lie in another folder, which is then only
+    read; but a folder that holds another run is never continued from elsewhere.
+    """
+    if path.exists() and not path.is_dir():
+        return (Problem(key="output_dir", value=path, why="this is a file", remedy="name a folder"),)
+    found = traces(path)
+    if not found or (resumed_from is not None and resumed_from.resolve().parent == path.resolve()):
+        return ()
+    holds = f"it already holds a run ({', '.join(found)})"
+    if resumed_from is not None:
+        return (Problem(key="output_dir", value=path, why=f"{holds}, and {resumed_from} belongs to another folder",
+                        remedy=f"set output_dir to a new folder, or to {resumed_from.parent}"),)
+    return (Problem(key="output_dir", value=path, why=holds,
+                    remedy="set resume_from_checkpoint: true to go on with it, or name a new output_dir"),)
+
+
+def traces(path: Path) -> list[str]:
+    """Return the names in `path` that show a run or a model there."""
+    if not path.is_dir():
+        return []
+    names = [name for name in (RECORDS, metrics.FILE_NAME, *_MODEL_FILES) if (path / name).exists()]
+    return names + sorted(entry.name for entry in path.iterdir() if atomic.step_of(entry) is not None)
+
+
+def open_folder(path: Path, *, config: Mapping[str, Any], plan: Mapping[str, Any],
+                environment: Mapping[str, Any]) -> RunFolder:
+    """Make the folder, write its records, and return it. Unfinished saves of a killed run are cleaned away."""
+    folder = RunFolder(path=path)
+    folder.records.mkdir(parents=True, exist_ok=True)
+    atomic.clean(path)
+    _write(folder.records / "run.yaml", yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
+    _write(folder.records / "plan.json", json.dumps(plain(plan), indent=2) + "\n")
+    _write(folder.records / "environment.json", json.dumps(plain(environment), indent=2) + "\n")
+    return folder
+
+
+def environment(*, device: str, plugins: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the run runs on: versions, plugins with theirs, the device, and the commit of a checkout, if any."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **{name: _version(name) for name in _DISTRIBUTIONS},
+        "plugins": dict(plugins),
+        "device": device,
+        "commit": _commit(Path(__file__).parent),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit(checkout: Path) -> str | None:
+    try:
+        found = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True,
+                               check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None if found.returncode == 0 else None
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,129 @@
+"""One optimizer step over its micro-batches: terms over one global denominator, clipping, the update.
+
+Not for choosing rows, rates or what follows a step: see `loop.py`. Shapes: B rows, S tokens, T = B*S, H hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from halo_core.methods.method import Method, TokenBatch
+from halo_core.trainer import gradients
+from halo_core.trainer.stopped import StepFault
+
+ModelHidden: TypeAlias = Callable[[nn.Module, TokenBatch], Tensor]
+"""(model, batch) -> last hidden states [B, S, H]."""
+TokenHead: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(hidden [T, H], targets [T]) -> log-probability of each target [T] fp32, 0 where the target is ignored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome:
+    """What one step did: `loss` is the mean over the global batch, `grad_norm` the norm before clipping."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    supervised_tokens: int
+    row_ids: tuple[int, ...]
+
+
+def run_step(
+    *,
+    model: nn.Module,
+    model_hidden: ModelHidden,
+    head: TokenHead,
+    method: Method,
+    batches: Sequence[TokenBatch],
+    optimizer: torch.optim.Optimizer,
+    max_grad_norm: float | None,
+    device: torch.device,
+) -> StepOutcome:
+    """Train on `batches` as one global batch and return what happened.
+
+    `max_grad_norm` of 0 or None clips nothing; the norm is reported all the same.
+
+    Raises:
+        StepFault: no target is supervised, or loss or gradients are not finite; the optimizer was not stepped.
+    """
+    denominators = summed_denominators(method, batches)
+    parameters = dict(model.named_parameters())
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    with gradients.fp32_accumulation(parameters, len(batches)) as sums:
+        for batch in batches:
+            terms = batch_sums(model, model_hidden, head, method, batch.to(device))
+            shares = [total / denominators[name] for name, total in terms.items() if denominators[name]]
+            part = torch.stack(shares).sum()
+            part.backward()  # type: ignore[no-untyped-call]
+            loss += part.detach()
+    found = gradients.gathered(parameters, sums)
+    norm = gradients.global_norm(found).to(device)
+    loss_value, norm_value = torch.stack([loss, norm.to(loss.dtype)]).tolist()  # the step's one wait for the device
+    if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
+        fault = _not_finite(parameters, found, loss_value)
+        optimizer.zero_grad(set_to_none=True)
+        raise fault
+    if max_grad_norm:
+        gradients.clip(found, norm, max_grad_norm)
+    gradients.write_back(parameters, sums)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepOutcome(
+        loss=loss_value,
+        grad_norm=norm_value,
+        tokens=sum(batch.tokens for batch in batches),
+        supervised_tokens=sum(batch.supervised_tokens for batch in batches),
+        row_ids=tuple(row for batch in batches for row in batch.row_ids),
+    )
+
+
+def summed_denominators(method: Method, batches: Sequence[TokenBatch]) -> dict[str, float]:
+    """Return each term's denominator over all batches.
+
+    Raises:
+        StepFault: every denominator is zero, so nothing could be learnt.
+    """
+    totals: Counter[str] = Counter()
+    for batch in batches:
+        totals.update(method.denominators(batch))
+    if not any(totals.values()):
+        rows = [row for batch in batches for row in batch.row_ids]
+        raise StepFault(
+            what=f"none of the {len(rows)} rows of this step has a supervised token (the first is row {rows[0]})",
+            remedy="raise max_length, or set overlong: drop, or check which turns are supervised",
+        )
+    return dict(totals)
+
+
+def batch_sums(
+    model: nn.Module, model_hidden: ModelHidden, head: TokenHead, method: Method, batch: TokenBatch
+) -> dict[str, Tensor]:
+    """Return each of the method's terms summed over one batch, fp32 scalars."""
+    hidden = model_hidden(model, batch)
+
+    def log_probabilities(targets: Tensor) -> Tensor:
+        return head(hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)).view(targets.shape)
+
+    return method.sums(batch, log_probabilities)
+
+
+def _not_finite(parameters: dict[str, nn.Parameter], found: dict[str, Tensor], loss: float) -> StepFault:
+    weight = gradients.first_not_finite(parameters)
+    if weight is not None:
+        return StepFault(
+            what=f"the weight {weight} holds a value that is not finite (loss {loss})",
+            remedy="resume from the last checkpoint with a lower learning_rate, or check the model's files",
+        )
+    gradient = gradients.first_not_finite(found)
+    place = f"first in the gradient of {gradient}" if gradient else "every single gradient is finite, their norm is not"
+    return StepFault(
+        what=f"loss {loss} or its gradient is not finite ({place})",
+        remedy="lower learning_rate or max_grad_norm, or add warmup_steps, and resume from the last checkpoint",
+    )

@@ -1,0 +1,65 @@
+"""What follows from several keys together: contradictions, and keys that have no effect beside others.
+
+Not for the model, its family or the number of processes: `plan.py` knows those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from halo_core.config.keys import KEYS, RunConfig
+from halo_core.errors import Problem, shown
+
+
+def contradictions(config: RunConfig, given: frozenset[str]) -> Iterator[Problem]:
+    """Yield what cannot hold at the same time. Only keys that were given contradict; defaults never do."""
+    if "router_aux_loss_coef" in given and config.router_aux_loss_coef and config.moe_balancing != "aux_loss":
+        yield Problem(
+            key="router_aux_loss_coef",
+            value=config.router_aux_loss_coef,
+            why=f"it weighs an auxiliary loss, and moe_balancing is {config.moe_balancing}",
+            remedy="set moe_balancing: aux_loss, or remove this line",
+        )
+    if config.load_in_4bit and config.load_in_8bit:
+        yield Problem(key="load_in_8bit", value=True, why="load_in_4bit is set as well", remedy="keep one of the two")
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if getattr(config, key) and not config.use_peft:
+            yield Problem(
+                key=key,
+                value=True,
+                why="quantised weights stay frozen, so nothing could be trained",
+                remedy="set use_peft: true, or remove this line",
+            )
+    if (config.packing or config.eval_packing) and config.max_length is None:
+        yield Problem(
+            key="max_length",
+            value=None,
+            why="packing fills sequences of this length",
+            remedy="set max_length, or packing: false",
+        )
+
+
+def remarks(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+    """Yield (key, text) for keys that were given and do nothing, and for choices that Halo makes."""
+    for name, facts in KEYS.items():
+        if name not in given or facts.idle_while is None or getattr(config, name) == facts.default:
+            continue
+        other, values = facts.idle_while
+        if getattr(config, other) in values:
+            yield name, f"has no effect while {other} is {shown(getattr(config, other))}"
+    if config.moe_balancing == "auto":
+        yield "moe_balancing", "auto is none: this version has no other balancing yet"
+    if config.max_steps > 0 and "num_train_epochs" in given:
+        yield "num_train_epochs", f"has no effect: max_steps: {config.max_steps} wins"
+    if config.eval_strategy == "steps" and config.eval_steps is None:
+        yield (
+            "eval_strategy",
+            f"eval_steps is not set, so rows are evaluated every logging_steps: {shown(config.logging_steps)}",
+        )
+    best = config.load_best_model_at_end or config.save_strategy == "best"
+    if not best:
+        for name in ("metric_for_best_model", "greater_is_better"):
+            if name in given and getattr(config, name) is not None:
+                yield name, "has no effect without load_best_model_at_end: true or save_strategy: best"
+    if config.lr_scheduler_type == "constant" and config.warmup_steps:
+        yield "lr_scheduler_type", "constant does not warm up; constant_with_warmup does"

@@ -112,7 +112,7 @@ def build(
     owner, architecture, model = found
     problems += version_problems(config, owner)
     notes = list(read.notes)
-    rows, attention = _rows(config, owner, architecture, nproc, problems, notes)
+    rows, attention = _rows(read, owner, architecture, nproc, problems, notes)
     rows += _quantised_source(model.config)
     degrees = mesh_degrees(config, architecture, model.config, nproc, problems)
     plan = RunPlan(
@@ -210,9 +210,10 @@ def _not_built(row: PlanRow) -> Problem:
 
 
 def _rows(
-    config: RunConfig, family: Family, architecture: Architecture, nproc: int, problems: list[Problem], notes: list[str]
+    read: ConfigRead, family: Family, architecture: Architecture, nproc: int, problems: list[Problem], notes: list[str]
 ) -> tuple[list[PlanRow], str]:
     """Return the run's features with their verdicts, and the attention implementation; refusals go to `problems`."""
+    config = read.config
     asked: list[tuple[str | None, object, str]] = [(None, "", "sft")]
     asked += active_features(config)
     attention = config.attn_implementation
@@ -230,7 +231,7 @@ def _rows(
             assert known is not None, f"feature {feature!r} has no mechanism entry"
             rows.append(_core_row(key, value, known))
             continue
-        if feature == "grouped_gemm" and not architecture.spec.is_moe:
+        if feature == "grouped_gemm" and not architecture.spec.is_moe and key not in read.given:
             continue  # the key's default is true and concerns experts only
         cell = family.verdict(feature, architecture=architecture.name)
         rows += _row_of(cell, key, value, config, problems, notes)

@@ -113,6 +113,23 @@ def to_source(group: Group, tensors: Mapping[str, Tensor], model: PreTrainedMode
     return {key: _only(made[name]) for key, name in group.members.items()}
 
 
+def check_inverse(model: PreTrainedModel, layout: Layout, files: Iterable[WeightFile]) -> None:
+    """Check, on shapes alone, that the model can be written back as its source: better now than after training.
+
+    Raises:
+        RuntimeError: naming the source tensor that the inverse of its conversion does not give back.
+    """
+    shapes = {tensor.key: tensor.shape for file in files for tensor in file.tensors}
+    state = model.state_dict()
+    for group in layout.groups:
+        if group.converter is None:
+            continue
+        made = to_source(group, {name: torch.empty(state[name].shape, device="meta") for name in group.targets}, model)
+        for key, tensor in made.items():
+            if tuple(tensor.shape) != shapes[key]:
+                raise RuntimeError(f"{key} {list(shapes[key])} would be written back as {list(tensor.shape)}")
+
+
 class _Mapping:
     """transformers' renamings and converters of one model, after the architecture's prefixes."""
 

@@ -18,7 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from halo_core.models.layout import module_key, read_layout
+from halo_core.models.layout import check_inverse, module_key, read_layout
 from halo_core.models.safetensors_files import read_file
 from halo_core.models.source import weight_files
 from halo_core.registry import Architecture
@@ -38,6 +38,7 @@ def load_weights(
     """
     files = [read_file(path) for path in weight_files(folder)]
     layout = read_layout(model, files, architecture)
+    check_inverse(model, layout, files)
     placement = {"": device}
     settings = LoadStateDictConfig(
         weight_mapping=get_model_conversion_mapping(model),

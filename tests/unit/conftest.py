@@ -19,7 +19,8 @@ class Sources:
 
     Forms: `plain` as save_pretrained writes the text class; `fused` the module layout, experts fused; `sharded` as
     plain over several files; `wrapped` a multimodal checkpoint with vision tensors, and with a prediction head that
-    no class of transformers loads where the family has one; `wrapped_bf16` the same in bf16.
+    no class of transformers loads where the family has one; `wrapped_bf16` the same in bf16; `wrapped_fused` with
+    the experts fused.
     """
 
     def __init__(self, root: Path, registry: Any) -> None:
@@ -51,12 +52,15 @@ class Sources:
             model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
         else:
             model.save_pretrained(folder)
+        if form == "wrapped_fused":
+            state = {k: v.contiguous() for k, v in model.state_dict().items() if k not in model.all_tied_weights_keys}
+            save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         if form == "fused":
             state = {k: v.contiguous() for k, v in model.state_dict().items()}
             for tied in model.all_tied_weights_keys:
                 del state[tied]
             save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-        if form.startswith("wrapped") and any("mtp" in pattern for pattern in architecture.spec.untrained):
+        if form in ("wrapped", "wrapped_bf16") and any("mtp" in pattern for pattern in architecture.spec.untrained):
             extra = {f"mtp.layers.0.{n}": torch.randn(4, 6) for n in ("fc.weight", "experts.3.up_proj.weight")}
             file = folder / "model-mtp.safetensors"
             save_file(extra, file, metadata={"format": "pt"})

@@ -37,11 +37,12 @@ def check(
     from halo_core import plan as planning
     from halo_core import registry as facts
 
+    registry = registry or facts.load()
     if isinstance(config, Mapping):
-        read = configuration.read(None, given=config)
+        read = configuration.read(None, given=config, more_words=registry.words())
     else:
-        read = configuration.read(Path(config))
-    return planning.build(read, registry or facts.load(), nproc=nproc, family=family, dry_run=dry_run)
+        read = configuration.read(Path(config), more_words=registry.words())
+    return planning.build(read, registry, nproc=nproc, family=family, dry_run=dry_run)
 
 
 def train(

@@ -122,16 +122,6 @@ def run_problems(config: RunConfig) -> list[Problem]:
                 key="datasets", value=config.datasets, why="dataset_name is given as well", remedy="keep one of the two"
             )
         )
-    has_evaluation = bool(config.eval_dataset or config.dataset_test_split_given)
-    if config.eval_strategy != "no" and not has_evaluation:
-        problems.append(
-            Problem(
-                key="eval_strategy",
-                value=config.eval_strategy,
-                why="there are no rows to evaluate on",
-                remedy="give eval_dataset or dataset_test_split, or set eval_strategy: no",
-            )
-        )
     if config.load_best_model_at_end and (
         config.eval_strategy == "no" or config.save_strategy not in (config.eval_strategy, "best")
     ):

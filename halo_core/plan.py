@@ -147,7 +147,7 @@ def build(
 
 
 def _with_line(problem: Problem, read: ConfigRead) -> Problem:
-    if problem.line is None and problem.where is None and problem.key in read.lines:
+    if problem.key is not None and problem.line is None and problem.where is None and problem.key in read.lines:
         return replace(problem, line=read.lines[problem.key])
     return problem
 

@@ -129,6 +129,10 @@ class Registry:
         """Return the architecture that a config.json describes, or None when no plugin knows it."""
         return next((a for a in self.architectures() if matches(a.spec, config)), None)
 
+    def words(self) -> dict[str, tuple[str, ...]]:
+        """Return configuration key -> the words that plugins' backends add to its own."""
+        return {"report_to": tuple(name for kind, name in self.backends if kind == "tracker")}
+
     def published(self, hub_id: str) -> PublishedModel | None:
         """Return the bundled facts of a published checkpoint, or None."""
         models = (model for family in self.families.values() for model in family.spec.published)
@@ -159,7 +163,7 @@ def matches(spec: ArchitectureSpec, config: Mapping[str, Any]) -> bool:
         return True
     key, value = spec.when
     # An absent switch means the configuration class's own default, which every family so far has as "off".
-    return text_config(spec, config).get(key, False) == value
+    return bool(text_config(spec, config).get(key, False) == value)
 
 
 def load(files: tuple[Any, ...] = ()) -> Registry:

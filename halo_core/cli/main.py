@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
-from halo_core import plugins as plugin_loading
 from halo_core import registry as facts
 from halo_core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MISTAKE, Problem, Refused
+from halo_core.plugins import fault_text
 
 app = typer.Typer(
     name="halo",
@@ -184,14 +184,14 @@ def _add_plugin_commands(arguments: Sequence[str]) -> None:
     """Offer plugins' own commands, loading plugins only where the command is none of ours."""
     if arguments[0] in _our_commands():
         return
-    found = plugin_loading.load()
+    found = facts.load().plugins
     for row in found.loaded:
         if "halo_add_commands" in row.hooks:
             try:
                 row.module.halo_add_commands(commands=app)
             except Exception as fault:
                 print(
-                    f"halo: plugin {row.name} could not add its commands: {plugin_loading.fault_text(fault)}",
+                    f"halo: plugin {row.name} could not add its commands: {fault_text(fault)}",
                     file=sys.stderr,
                 )
     if found.broken:

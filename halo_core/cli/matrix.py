@@ -56,7 +56,8 @@ def run(
         names = ", ".join(row.name for row in registry.plugins.broken)
         print(f"halo: broken plugins: {names}; `halo plugins` says what is wrong", file=sys.stderr)
     if config is not None:
-        checked = planning.build(configuration.read(config), registry, family=family, dry_run=True)
+        read = configuration.read(config, more_words=registry.words())
+        checked = planning.build(read, registry, family=family, dry_run=True)
         Console().print(feature_table(checked.plan))
         return
     if why is not None:

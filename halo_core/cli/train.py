@@ -23,9 +23,10 @@ def run(
         Refused: with every problem of the command line, the file and the plan.
     """
     file, overrides, problems = split(words)
-    read = configuration.read(file, overrides)
+    registry = load_registry(plugin_files)
+    read = configuration.read(file, overrides, more_words=registry.words())
     read = replace(read, problems=(*problems, *read.problems))
-    checked = planning.build(read, load_registry(plugin_files), nproc=nproc, family=family, dry_run=dry_run)
+    checked = planning.build(read, registry, nproc=nproc, family=family, dry_run=dry_run)
     if dry_run:
         from halo_core.cli.plan_table import print_plan
 

@@ -1,0 +1,184 @@
+"""Resolves a checked plan on this machine, once, before weights: device, dtype, attention and kernels, with reasons.
+
+Not for deciding what a run does (`plan.py`): the same plan resolved on a GPU and on a CPU trains the same model. This
+is the first module of a run that imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from halo_core.errors import Problem, Refused
+from halo_core.kernels.experts import choice
+from halo_core.kernels.experts.weights import ExpertsKernel
+from halo_core.plan import Checked
+from halo_core.registry import Architecture, size, text_config
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+)
+VERSIONED = ("halo-moe", "torch", "transformers", "safetensors", "datasets", "huggingface_hub")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedPlan:
+    """What this process runs on and with.
+
+    device, dtype: where and in what weights and compute are. attention: transformers' name of the implementation.
+    experts: `grouped`, `reference`, or `none` for a model without experts; `experts_reason` says why that one.
+    head: the head kernel. versions: distribution -> version. notes: lines for the log, said once.
+    """
+
+    device: torch.device
+    device_name: str
+    dtype: torch.dtype
+    attention: str
+    experts: str
+    experts_reason: str
+    head: str
+    versions: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def experts_kernel(self) -> ExpertsKernel | None:
+        """Return the experts kernel, or None for a model without experts."""
+        # Without dispatch to other ranks every id names an expert of this one.
+        return None if self.experts == "none" else choice.kernel(self.experts, may_skip=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
+        return {
+            "device": str(self.device),
+            "device_name": self.device_name,
+            "dtype": dtype_name(self.dtype),
+            "attention": self.attention,
+            "kernels": {"experts": self.experts, "head": self.head},
+            "experts_reason": self.experts_reason,
+            "versions": dict(self.versions),
+        }
+
+    def digest(self) -> str:
+        """Return 16 hexadecimal digits that are equal exactly when two processes resolved to the same.
+
+        The device's index is left out: ranks of one machine differ in it.
+        """
+        decided = self.as_dict() | {"device": self.device.type}
+        return hashlib.blake2b(json.dumps(decided, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def resolve(checked: Checked, model_config: Mapping[str, Any] | None = None) -> ResolvedPlan:
+    """Return the plan of this process.
+
+    model_config: config.json of the source folder, where the plan was made before the folder existed.
+
+    Raises:
+        Refused: when the dtype that `dtype: auto` finds in the source cannot be trained in.
+    """
+    plan, config, architecture = checked.plan, checked.config, checked.architecture
+    source = checked.model_config if model_config is None else model_config
+    device = _device()
+    dtype = dtype_of(config.dtype, source, architecture)
+    experts, reason, notes = _experts(plan.experts_kernel, architecture, source, dtype, device)
+    return ResolvedPlan(
+        device=device,
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        dtype=dtype,
+        attention=plan.attention,
+        experts=experts,
+        experts_reason=reason,
+        head="reference",
+        versions=MappingProxyType({name: found for name in VERSIONED if (found := _version(name))}),
+        notes=notes,
+    )
+
+
+def dtype_of(asked: str, model_config: Mapping[str, Any], architecture: Architecture) -> torch.dtype:
+    """Return the dtype of a configuration's `dtype`; `auto` is the one config.json names, fp32 where it names none.
+
+    Raises:
+        Refused: when the source's own dtype is one that cannot be trained in.
+    """
+    name = asked
+    if asked == "auto":
+        places = (model_config, text_config(architecture.spec, model_config))
+        found = [place[key] for place in places for key in ("dtype", "torch_dtype") if place.get(key)]
+        name = str(found[0]) if found else "float32"
+    if name not in DTYPES:
+        raise Refused(
+            Problem(
+                key="dtype",
+                value=asked,
+                why=f"the source is stored in {name}, which training here does not compute in",
+                remedy="dtype: bfloat16, or float32",
+            )
+        )
+    return DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name that configurations use for a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, numpy's and torch's global generators, on every device. The seed is taken below 2^32."""
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _experts(
+    asked: str, architecture: Architecture, model_config: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> tuple[str, str, tuple[str, ...]]:
+    """Return the experts kernel, why it is that one, and what the log should say."""
+    if not architecture.spec.is_moe:
+        return "none", "the model has no experts", ()
+    if asked == "reference":
+        return "reference", "the configuration asks for it", ()
+    hidden_size, width = _sizes(architecture, model_config)
+    why = choice.grouped_obstacle(dtype=dtype, device=device, hidden_size=hidden_size, width=width)
+    if why is None:
+        return "grouped", "torch's grouped_mm runs here", ()
+    return "reference", why, (f"experts kernel: reference, which is slower, because {why}",)
+
+
+def _sizes(architecture: Architecture, model_config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return hidden size and expert width; what config.json leaves out is the configuration class's default."""
+    names = architecture.spec.names
+    inner = text_config(architecture.spec, model_config)
+    found = [size(choices, inner) for choices in (names.hidden_size, names.expert_width)]
+    if None in found:
+        module, _, name = architecture.spec.config_class.partition(":")
+        whole = getattr(import_module(module), name).from_dict(dict(inner)).to_dict()
+        found = [size(choices, whole) for choices in (names.hidden_size, names.expert_width)]
+    hidden_size, width = found
+    assert hidden_size is not None, f"{names.hidden_size} is not in the configuration"
+    assert width is not None, f"{names.expert_width} is not in the configuration"
+    return hidden_size, width
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

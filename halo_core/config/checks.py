@@ -61,5 +61,3 @@ def remarks(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[str, str
         for name in ("metric_for_best_model", "greater_is_better"):
             if name in given and getattr(config, name) is not None:
                 yield name, "has no effect without load_best_model_at_end: true or save_strategy: best"
-    if config.lr_scheduler_type == "constant" and config.warmup_steps:
-        yield "lr_scheduler_type", "constant does not warm up; constant_with_warmup does"

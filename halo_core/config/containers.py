@@ -112,18 +112,27 @@ class FlagOrText:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetList:
-    """A list of data sets: each a path or hub id, or a mapping with `path` and what selects rows from it."""
+    """A list of data sets: each a path or hub id, or a mapping with `path` and what selects rows from it.
+
+    may_be_one: a single path or mapping is taken as well; a single path stays text.
+    """
 
     fields: Mapping[str, Kind]
+    may_be_one: bool = False
     refused: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def words(self) -> str:
         """Return the kind in words."""
-        return f"list of paths or hub ids, or of mappings with {', '.join(self.fields)}"
+        listed = f"list of paths or hub ids, or of mappings with {', '.join(self.fields)}"
+        return f"path or hub id, or {listed}" if self.may_be_one else listed
 
-    def read(self, node: Node, notes: list[str]) -> tuple[dict[str, Any], ...]:
+    def read(self, node: Node, notes: list[str]) -> str | tuple[dict[str, Any], ...]:
         """Return one mapping per data set, `path` always present. Raises Unfit for the first that does not fit."""
+        if self.may_be_one and isinstance(node, Scalar):
+            return Text().read(node, notes)
+        if self.may_be_one and isinstance(node, Pairs):
+            return (self._one(node, notes),)
         if not isinstance(node, Items):
             raise Unfit(f"it takes a list, not a {shape(node)}", "write one line `- path: ...` per data set", node.line)
         return tuple(self._one(item, notes) for item in node.items)

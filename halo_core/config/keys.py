@@ -6,6 +6,7 @@ of transformers' TrainingArguments and of TRL's SFTConfig, ScriptArguments and M
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -56,10 +57,9 @@ _CONSTANT = ("lr_scheduler_type", ("constant",))
 _PACKING = Word(choices=("bfd", "bfd_split", "wrapped"), aliases={"bfd-requeue": "bfd_split"})
 _FILE_AS_PATH = ("Halo chooses the reader by the file's name", "give the file or folder itself as path")
 _DATASETS = DatasetList(
-    fields={"path": _TEXT, "name": _TEXT, "split": _TEXT},
+    fields={"path": _TEXT, "name": _TEXT, "config": _TEXT, "split": _TEXT, "columns": _TEXTS},
     refused={
         "data_files": _FILE_AS_PATH, "data_dir": _FILE_AS_PATH,
-        "columns": ("Halo reads the columns of a row's kind and no others", "remove it"),
         "fraction": ("Halo takes every row of a data set", "make a data set with the rows you want"),
     },
 )
@@ -115,7 +115,9 @@ class RunConfig:
     datasets: tuple[Mapping[str, Any], ...] | None = _data(
         None, Optional(kind=_DATASETS), "several data sets, one after the other, instead of dataset_name",
         reader="data")
-    eval_dataset: str | None = _data(None, Optional(kind=_TEXT), "a data set of its own to evaluate on", reader="data")
+    eval_dataset: str | tuple[Mapping[str, Any], ...] | None = _data(
+        None, Optional(kind=dataclasses.replace(_DATASETS, may_be_one=True)), "rows of their own to evaluate on",
+        reader="data")
     max_length: int | None = _data(
         1024, Optional(kind=Whole(low=2)), "longest row; what is longer follows `overlong`; null sets no limit",
         reader="data", unit="tokens")
@@ -143,7 +145,8 @@ class RunConfig:
 
     # Training
     output_dir: str = _loop(
-        "trainer_output", _TEXT, "the finished model, the log and the checkpoints; must not hold another run")
+        "trainer_output", NullIs(kind=_TEXT, value="trainer_output"),
+        "the finished model, the log and the checkpoints; must not hold another run")
     run_name: str | None = _loop(None, Optional(kind=_TEXT), "name of the run for trackers; null: the folder's name")
     per_device_train_batch_size: int = _loop(8, _SIZE, "rows of one forward pass on one device", unit="rows")
     per_device_eval_batch_size: int = _loop(8, _SIZE, "the same for evaluation", unit="rows")

@@ -205,6 +205,8 @@ def _settle(entry: Entry, foreign: Foreign | None, taken: _Taken) -> None:
 
 def _unknown(entry: Entry) -> tuple[str, str]:
     """Return (why, remedy) for a name that nobody knows."""
+    if entry.name == "<<":
+        return "a flat file merges nothing", "write the keys themselves"
     if not isinstance(entry.node, Scalar) and not isinstance(entry.node, Items):
         inside = [name.text for name, _ in entry.node.pairs if name.text in KEYS]
         if inside:
@@ -235,6 +237,8 @@ def _values(taken: _Taken, more_words: Mapping[str, Sequence[str]]) -> dict[str,
             notes.clear()
             values[key] = _with_words(KEYS[key].kind, more_words.get(key, ())).read(entry.node, notes)
         except Unfit as unfit:
+            if any(entry.line is not None and (p.where, p.line) == (entry.where, entry.line) for p in taken.problems):
+                continue  # the line itself could not be read as it stands
             line = unfit.line if entry.line is not None and unfit.line is not None else entry.line
             taken.problems.append(
                 Problem(

@@ -71,7 +71,7 @@ class Flag:
         """Return the boolean. Raises Unfit for anything else."""
         found = switch(node, notes)
         if found is None:
-            raise Unfit(f"it takes true or false{_but_quoted(node)}", "write true or false", node.line)
+            raise Unfit(f"it is no boolean{_but_quoted(node)}", "write true or false", node.line)
         return found
 
 
@@ -232,7 +232,7 @@ class Word:
 
 
 def plain(node: Node, notes: list[str]) -> Any:
-    """Return what a node means where the key asks for no kind: null, boolean, number, text, lists and mappings of these.
+    """Return what a node means where the key asks for no kind: null, boolean, number, text, or these in lists.
 
     Raises:
         Unfit: text that YAML readers would not agree about.

@@ -6,6 +6,7 @@ make an object and no plain text is taken for a type.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,24 +19,32 @@ MAX_DEPTH = 8
 """Levels of lists and mappings inside a value. No key needs more than three."""
 
 FLAT = "the configuration is flat: one `key: value` a line"
+_KEYED = re.compile(r"([A-Za-z_][\w.-]*)\s*:(?:\s+(.*))?")
 SECOND_DOCUMENT = ("a second document begins here", "a configuration is one document: remove the line")
 
 
 @dataclass
 class Reading:
-    """What one pass over a file has found so far."""
+    """What one pass over a file has found so far. `lines` are the lines of the file, to show the faulty one."""
 
-    where: str | None
+    where: str | None = None
+    lines: Sequence[str] = ()
     entries: list[Entry] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     seen: set[tuple[int | None, str]] = field(default_factory=set)
 
-    def fault(self, line: int | None, why: str, remedy: str, key: str | None = None, value: object = "") -> None:
-        """Note a problem, once per line and reason."""
+    def fault(self, line: int | None, why: str, remedy: str) -> None:
+        """Note a problem of the text, once per line and reason, with the key of its line where there is one."""
         if (line, why) in self.seen:
             return
         self.seen.add((line, why))
-        self.problems.append(Problem(key=key, value=value, line=line, where=self.where, why=why, remedy=remedy))
+        text = self.lines[line - 1].strip() if line is not None and line <= len(self.lines) else ""
+        keyed = _KEYED.fullmatch(text)
+        key, value = (keyed[1], keyed[2] or "") if keyed else (None, "")
+        shown = f": {_cut(text)}" if text and key is None else ""
+        self.problems.append(
+            Problem(key=key, value=_cut(value), line=line, where=self.where, why=f"{why}{shown}", remedy=remedy)
+        )
 
     def has_fault_at(self, line: int) -> bool:
         """Return whether this line already has a problem."""
@@ -56,12 +65,19 @@ class Events:
     def __init__(self, lines: Sequence[str], offset: int, reading: Reading) -> None:
         self._offset = offset
         self._reading = reading
-        self._stream = yaml.parse("\n".join(lines) + "\n", Loader=yaml.SafeLoader)
+        text = "\n".join(lines) + "\n"
+        try:
+            self._loader = yaml.SafeLoader(text)
+        except yaml.reader.ReaderError as error:
+            line = text[: error.position].count("\n") + 1 + offset
+            letter = f"U+{error.character:04X}" if isinstance(error.character, int) else "a byte"
+            raise Stop(line, f"the character {letter} does not belong in text", "remove it") from None
         self._ahead: yaml.Event | None = None
         self._documents = 0
 
     def line(self, event: yaml.Event) -> int:
         """Return the 1-based line of the file on which an event starts."""
+        assert event.start_mark is not None, "PyYAML marks every event"
         return int(event.start_mark.line) + 1 + self._offset
 
     def peek(self) -> yaml.Event | None:
@@ -93,25 +109,20 @@ class Events:
 
     def _raw(self) -> yaml.Event | None:
         try:
-            return next(self._stream, None)
+            if not self._loader.check_event():
+                return None
+            event: yaml.Event = self._loader.get_event()  # type: ignore[no-untyped-call]
+            return event
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             if _is_unfinished(error):
-                mark = error.context_mark or mark  # where the open end began, not the end of the text
+                # Told where the open end began, not at the end of the text: a quotation, or a bracket.
+                is_bracket = isinstance(error, yaml.parser.ParserError) and self._loader.marks
+                mark = self._loader.marks[-1] if is_bracket else error.context_mark or mark
             raise Stop(self._offset + (0 if mark is None else int(mark.line)) + 1, *_told(error)) from None
-        except yaml.reader.ReaderError as error:
-            raise Stop(
-                self._offset + 1,
-                f"the character U+{error.character:04X} does not belong in text"
-                if isinstance(error.character, int)
-                else "a character that does not belong in text",
-                "remove it",
-            ) from None
         except (yaml.YAMLError, ValueError, OverflowError, LookupError) as error:
             # PyYAML lets some faults of escapes through, such as "\UFFFFFFFF".
-            raise Stop(
-                self._offset + 1, f"this is no YAML ({error})", "correct the text, or put it in single quotes"
-            ) from None
+            raise Stop(self._offset + 1, f"this is no YAML ({error})", "put the text in single quotes") from None
 
     def top_level(self) -> None:
         """Read the mapping that a configuration is, entry by entry, into the reading."""
@@ -124,7 +135,7 @@ class Events:
             name = self._value_of(event, 0)
             node = self.value(0)
             if not isinstance(name, Scalar) or not name.text:
-                self._reading.fault(line, "a key must be one word", FLAT, value="")
+                self._reading.fault(line, "a key must be one word", FLAT)
                 continue
             self._reading.entries.append(Entry(name=name.text, node=node, where=self._reading.where, line=line))
 
@@ -171,9 +182,8 @@ class Events:
             if not isinstance(name, Scalar) or not name.text:
                 self._reading.fault(at, "a key must be one word", "write name: value")
             elif name.text in names:
-                self._reading.fault(
-                    at, f"the key is given twice (first on line {names[name.text]})", "keep one", key=name.text
-                )
+                first = names[name.text]
+                self._reading.fault(at, f"{name.text} is given twice (first on line {first})", "keep one")
             else:
                 names[name.text] = at
                 pairs.append((name, node))
@@ -192,23 +202,15 @@ class Events:
         """Note anchors, aliases, merge keys and tags: a flat file has no use for them, and tags can mean code."""
         line = self.line(event)
         if isinstance(event, yaml.AliasEvent):
-            self._reading.fault(
-                line, f"*{event.anchor} refers to another place", "write the value itself", value=f"*{event.anchor}"
-            )
-            return
-        if not isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)):
-            return
-        if event.anchor:
-            self._reading.fault(
-                line, f"&{event.anchor} names a value for use elsewhere", "remove the name", value=f"&{event.anchor}"
-            )
-        if event.tag:
-            self._reading.fault(
-                line,
-                f"the tag {event.tag} is not allowed on {what}",
-                "remove it: types follow from the key",
-                value=str(event.tag),
-            )
+            self._reading.fault(line, f"*{event.anchor} refers to another place", "write the value itself")
+        elif isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)):
+            if event.anchor:
+                self._reading.fault(line, f"&{event.anchor} names a value for use elsewhere", "remove the name")
+            if event.tag:
+                tag = event.tag.replace("tag:yaml.org,2002:", "!!")
+                self._reading.fault(
+                    line, f"the tag {tag} is not allowed on {what}", "remove it: types follow from the key"
+                )
 
 
 def _is_unfinished(error: yaml.MarkedYAMLError) -> bool:
@@ -227,10 +229,15 @@ def _told(error: yaml.MarkedYAMLError) -> tuple[str, str]:
         )
     if "could not find expected ':'" in problem:
         return "a line without a colon", "write `key: value`, with a space after the colon"
-    if "found character" in problem:
-        return f"{problem.replace('found character', 'the character')}", "put the value in quotes"
+    if "that cannot start any token" in problem:
+        return f"a value cannot begin with {problem.split()[2]}", "put the value in quotes"
     if _is_unfinished(error):
         return "a bracket or a quotation mark is never closed", "close it"
     if "expected <block end>" in problem or "expected ',' or" in problem:
         return f"the text does not fit what stands before it ({problem})", "check indentation, brackets and quotes"
     return f"this is no YAML ({problem})", "check the characters of this line, or put the value in quotes"
+
+
+def _cut(text: str) -> str:
+    text = "".join(letter if letter.isprintable() else " " for letter in text)
+    return text if len(text) <= 80 else text[:77] + "..."

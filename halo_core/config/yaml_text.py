@@ -55,7 +55,7 @@ def value(text: str) -> Node:
     stripped = text.strip()
     if not stripped.startswith(("[", "{", '"', "'")):
         return Scalar(text=stripped)
-    reading = Reading(where=None)
+    reading = Reading()
     try:
         events = Events(stripped.split("\n"), 0, reading)
         node = events.value(0)
@@ -82,7 +82,9 @@ def _decoded(data: bytes, reading: Reading) -> str | None:
         line = data[: error.start].count(b"\n") + 1
         reading.fault(line, "the file is not UTF-8 text", "save it as UTF-8")
         return None
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    reading.lines = text.split("\n")
+    return text
 
 
 def _without_tabs(text: str, reading: Reading) -> list[str]:
@@ -91,7 +93,7 @@ def _without_tabs(text: str, reading: Reading) -> list[str]:
     for number, line in enumerate(lines, start=1):
         indentation = line[: len(line) - len(line.lstrip(" \t"))]
         if "\t" in indentation and line.strip():
-            reading.fault(number, "a tab in the indentation", "use spaces", value=line.strip())
+            reading.fault(number, "a tab in the indentation", "use spaces")
             lines[number - 1] = indentation.replace("\t", "  ") + line.lstrip(" \t")
     return lines
 
@@ -120,6 +122,8 @@ def _blocks(lines: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 def _block(lines: Sequence[str], start: int, stop: int, reading: Reading) -> None:
     """Read one piece; where it breaks, note it and keep what stands before the break."""
+    while stop > start and not lines[stop - 1].strip():
+        stop -= 1
     while stop > start:
         if all(not line.strip() or line.lstrip().startswith("#") for line in lines[start:stop]):
             return
@@ -130,13 +134,9 @@ def _block(lines: Sequence[str], start: int, stop: int, reading: Reading) -> Non
         except Stop as fault:
             del reading.entries[kept:]
             if not reading.has_fault_at(fault.line):
-                reading.fault(fault.line, fault.why, fault.remedy, value=_shown(lines, fault.line))
+                reading.fault(fault.line, fault.why, fault.remedy)
             broken = min(max(fault.line - 1, start), stop - 1)
             stop = broken
-
-
-def _shown(lines: Sequence[str], number: int) -> str:
-    return lines[number - 1].strip()[:80] if 0 < number <= len(lines) else ""
 
 
 def _document(lines: Sequence[str], offset: int, reading: Reading) -> None:
@@ -154,8 +154,6 @@ def _document(lines: Sequence[str], offset: int, reading: Reading) -> None:
         node = events.value(0)
         text = node.text if isinstance(node, Scalar) else ""
         if text or offset == 0:
-            reading.fault(
-                line, "this line is no `key: value`", f"{FLAT}, with a space after the colon", value=text[:80]
-            )
+            reading.fault(line, "this line is no `key: value`", f"{FLAT}, with a space after the colon")
     if not events.is_finished():
         raise Stop(line, "the text goes on after its end", FLAT)

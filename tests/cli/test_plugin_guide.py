@@ -1,0 +1,73 @@
+"""The guide for plugin authors: its plugin works as printed, and it speaks of every hook there is."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from halo_core import hookspecs
+from halo_core import registry as facts
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "writing-a-plugin.md").read_text(encoding="utf-8")
+LINES = 40
+STEPS = 8
+
+Halo = Callable[..., tuple[int, str, str]]
+
+
+def first_block() -> str:
+    """Return the first Python block of the guide, the complete plugin."""
+    found = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Path:
+    """Write the guide's plugin as a file."""
+    file = tmp_path / "llama.py"
+    file.write_text(first_block())
+    return file
+
+
+def test_the_plugin_of_the_guide_is_short_and_sound(plugin: Path) -> None:
+    assert first_block().count("\n") <= LINES
+    registry = facts.load((plugin,))
+    assert registry.plugins.rows[-1].faults == ()
+    assert [a.name for a in registry.families["llama"].architectures] == ["llama"]
+
+
+def test_the_plugin_of_the_guide_trains_a_tiny_model(halo: Halo, plugin: Path, tmp_path: Path) -> None:
+    colours = ("red", "green", "blue", "white")
+    rows = [{"text": f"the tile of number {number % 4} is {colours[number % 4]}"} for number in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["model_name_or_path=tiny-dense", "dataset_name=rows.jsonl", "output_dir=out", "save_strategy=no"]
+    words += [f"max_steps={STEPS}", "per_device_train_batch_size=8", "learning_rate=3e-3"]
+    code, _, err = halo("train", "--plugin", plugin, "--family", "llama", *words)
+    assert code == 0, err
+    metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in metrics if "loss" in row]
+    assert len(losses) == STEPS
+    assert losses[-1] < 0.8 * losses[0]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_the_guide_names_every_hook_with_its_arguments() -> None:
+    hooks = {name: function for name, function in vars(hookspecs).items() if name.startswith("halo_")}
+    for name, function in hooks.items():
+        assert f"`{name}({', '.join(inspect.signature(function).parameters)})`" in GUIDE, name
+    assert set(re.findall(r"`(halo_\w+)\(", GUIDE)) == set(hooks)
+
+
+@pytest.mark.parametrize("page", ["docs/writing-a-plugin.md", "plugins/halo-mosaic/README.md"])
+def test_relative_links_lead_somewhere(page: str) -> None:
+    file = ROOT / page
+    links = [link for link in re.findall(r"\]\(([^)#]+)", file.read_text(encoding="utf-8")) if "://" not in link]
+    assert links
+    assert all((file.parent / link).exists() for link in links), links

@@ -36,13 +36,15 @@ def check(
     from halo_core import config as configuration
     from halo_core import plan as planning
     from halo_core import registry as facts
+    from halo_core.trainer import preflight
 
     registry = registry or facts.load()
     if isinstance(config, Mapping):
         read = configuration.read(None, given=config, more_words=registry.words())
     else:
         read = configuration.read(Path(config), more_words=registry.words())
-    return planning.build(read, registry, nproc=nproc, family=family, dry_run=dry_run)
+    also = preflight.problems(read.config, registry)
+    return planning.build(read, registry, nproc=nproc, family=family, dry_run=dry_run, also=also)
 
 
 def train(

@@ -67,7 +67,7 @@ def degrees(
     )
     for key, degree, _, whole, what in divides:
         if degree > 1 and whole is not None and whole % degree:
-            legal = [d for d in _divisors(whole) if d <= max(nproc, degree)]
+            legal = [d for d in _divisors(whole) if d <= 64]
             problems.append(
                 Problem(
                     key=key,
@@ -120,18 +120,6 @@ def run_problems(config: RunConfig) -> list[Problem]:
         problems.append(
             Problem(
                 key="datasets", value=config.datasets, why="dataset_name is given as well", remedy="keep one of the two"
-            )
-        )
-    if config.load_best_model_at_end and (
-        config.eval_strategy == "no" or config.save_strategy not in (config.eval_strategy, "best")
-    ):
-        problems.append(
-            Problem(
-                key="load_best_model_at_end",
-                value=True,
-                why=f"the best checkpoint is known only where saving and evaluating fall together "
-                f"(save_strategy: {config.save_strategy}, eval_strategy: {config.eval_strategy})",
-                remedy="set save_strategy and eval_strategy to the same word, steps or epoch",
             )
         )
     for kernel, choice in (config.kernels or {}).items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from halo_core import support
 from halo_core.arithmetic import Degrees, length_problems, run_problems, version_problems
 from halo_core.arithmetic import degrees as mesh_degrees
 from halo_core.config import RUN_MECHANISMS, ConfigRead, RunConfig, active_features
-from halo_core.errors import Problem, Refused
+from halo_core.errors import Problem, Refused, shown
 from halo_core.model_config import asked_family, choose
 from halo_core.plugins import PluginFault
 from halo_core.registry import Architecture, Family, Registry
@@ -89,18 +89,25 @@ class Checked:
 
 
 def build(
-    read: ConfigRead, registry: Registry, *, nproc: int = 1, family: str | None = None, dry_run: bool = False
+    read: ConfigRead,
+    registry: Registry,
+    *,
+    nproc: int = 1,
+    family: str | None = None,
+    dry_run: bool = False,
+    also: Sequence[Problem] = (),
 ) -> Checked:
     """Return the checked plan of a run.
 
     read: the configuration as parsed, with the problems found so far. nproc: number of processes.
     family: what was typed after `--family`. dry_run: mechanisms that are not built become rows, not a refusal.
+    also: problems that others found in the same configuration, to be told in the same report.
 
     Raises:
         Refused: once, with every problem of parsing, keys, types, plugins, model, features and arithmetic.
     """
     config = read.config
-    problems = [*read.problems, *_plugin_problems(registry)]
+    problems = [*read.problems, *_plugin_problems(registry), *also]
     if nproc < 1:
         problems.append(Problem(key="--nproc", value=nproc, why="a run has at least one process", remedy="--nproc 1"))
     asked = asked_family(family, config, registry, problems)
@@ -194,7 +201,7 @@ def _core_row(key: str | None, value: object, known: support.Mechanism) -> PlanR
         by="halo_core",
         instead=known.instead,
         key=key,
-        value=str(value),
+        value=shown(value),
     )
 
 
@@ -260,7 +267,7 @@ def _row_of(
             by=part.author,
             instead=part.instead,
             key=key,
-            value=str(value),
+            value=shown(value),
         )
     ]
 

@@ -12,6 +12,7 @@ from halo_core import config as configuration
 from halo_core import plan as planning
 from halo_core.cli.main import load_registry
 from halo_core.errors import Problem, Refused
+from halo_core.trainer import preflight
 
 
 def run(
@@ -26,7 +27,8 @@ def run(
     registry = load_registry(plugin_files)
     read = configuration.read(file, overrides, more_words=registry.words())
     read = replace(read, problems=(*problems, *read.problems))
-    checked = planning.build(read, registry, nproc=nproc, family=family, dry_run=dry_run)
+    also = preflight.problems(read.config, registry)
+    checked = planning.build(read, registry, nproc=nproc, family=family, dry_run=dry_run, also=also)
     if dry_run:
         from halo_core.cli.plan_table import print_plan
 

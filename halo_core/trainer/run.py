@@ -1,0 +1,212 @@
+"""One run from its checked plan to the exported folder: data, model, loop, export, in that order.
+
+Not for deciding anything: the plan is made (`halo_core.plan`), each room is its own module. Refusals about data come
+before weights are read.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from halo_core import runtime
+from halo_core.checkpoint import find
+from halo_core.checkpoint.atomic import SaveFailed
+from halo_core.checkpoint.export import export
+from halo_core.checkpoint.identity import identity_of
+from halo_core.data.account import Account
+from halo_core.data.collate import collate
+from halo_core.data.order import StepOrder, total_steps
+from halo_core.data.prepare import pad_id_of, prepare
+from halo_core.methods.sft import Sft
+from halo_core.model_config import TINY
+from halo_core.models import sockets, source
+from halo_core.models.build import build_meta
+from halo_core.models.hidden import Head, last_hidden
+from halo_core.models.load import load_weights
+from halo_core.models.tiny import write_tiny
+from halo_core.optim.build import build_optimizer
+from halo_core.optim.schedule import build_schedule
+from halo_core.plan import Checked
+from halo_core.trainer import preflight, progress, run_folder, trackers
+from halo_core.trainer.interrupts import Interrupts
+from halo_core.trainer.loop import FitResult, fit
+from halo_core.trainer.recompute import enable_recompute
+from halo_core.trainer.report import StepReport
+from halo_core.trainer.stopped import TrainingStopped
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """A finished run: the exported folder, what the data held, and how the loop ended. `seconds` is wall time."""
+
+    output_dir: Path
+    account: Account
+    fit: FitResult
+    seconds: float
+
+
+def train(
+    checked: Checked,
+    rows: Iterable[Mapping[str, Any]] | None = None,
+    on_step: Callable[[StepReport], None] | None = None,
+    say: Callable[[str], None] = print,
+) -> RunResult:
+    """Train what the plan says in this process and export the result.
+
+    rows: training rows in place of `dataset_name`. on_step: called after each optimizer step. say: prints one line.
+
+    Raises:
+        Refused: about data, checkpoint or weights, before any training.
+        TrainingStopped, Interrupted: see `loop.fit`.
+    """
+    began = time.perf_counter()
+    config, plan, architecture = checked.config, checked.plan, checked.architecture
+    start = preflight.start(config)
+    for note in plan.notes:
+        say(f"note: {note}")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory(prefix="halo-") as scratch:
+        name = _model_name(checked, Path(scratch))
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=config.model_revision, trust_remote_code=config.trust_remote_code
+        )
+        prepared = prepare(config, tokenizer, rows)
+        for line in prepared.account.text().splitlines():
+            say(line)
+        order = StepOrder(
+            num_rows=len(prepared.train),
+            per_device=config.per_device_train_batch_size,
+            data_ranks=plan.degrees.data_ranks,
+            accumulation=config.gradient_accumulation_steps,
+            seed=config.seed if config.data_seed is None else config.data_seed,
+        )
+        steps = total_steps(order, max_steps=config.max_steps, num_train_epochs=config.num_train_epochs)
+        schedule = build_schedule(config, steps)
+        folder_of_model = source.resolve(name, config.model_revision)
+        model_config = json.loads((folder_of_model / "config.json").read_text(encoding="utf-8"))
+        resolved = runtime.resolve(checked, model_config)
+        plugins = dict(plan.plugins)
+        environment = run_folder.environment(device=resolved.device_name, plugins=plugins)
+        identity = identity_of(config=config, plan=plan, rows=prepared.train, environment=environment)
+        notes = find.check(start.checkpoint, identity) if start.checkpoint else ()
+        for note in (*resolved.notes, *notes):
+            say(f"note: {note}")
+        model = _model(checked, resolved, model_config, folder_of_model)
+        optimizer = build_optimizer(model, config)
+        folder = run_folder.open_folder(
+            start.folder,
+            config=vars(config),
+            plan={**asdict(plan), "digest": plan.digest(), "resolved": resolved.as_dict()},
+            environment=environment,
+        )
+        say(
+            f"training {plan.architecture} on {resolved.device_name}: {steps} steps of up to {plan.rows_per_step} rows, "
+            f"{runtime.dtype_name(resolved.dtype)}, attention {resolved.attention}, experts {resolved.experts}"
+        )
+        reporters = [progress.choose(Console(), int(config.logging_steps) if config.logging_steps >= 1 else 1)]
+        reporters += trackers.open_trackers(
+            config.report_to,
+            preflight.tracker_targets(checked.registry),
+            run_name=config.run_name or folder.path.name,
+            config=vars(config),
+            folder=folder.path,
+            logging_steps=max(1, int(config.logging_steps)),
+            say=say,
+            step=start.checkpoint.step if start.checkpoint else 0,
+        )
+        result = fit(
+            model=model,
+            model_hidden=_checked_once(model),
+            head=Head(model, architecture),
+            method=Sft(collate_rows=collate),
+            rows=prepared.train,
+            evaluation=prepared.evaluation,
+            order=order,
+            pad_id=pad_id_of(tokenizer),
+            optimizer=optimizer,
+            schedule=schedule,
+            total_steps=steps,
+            config=config,
+            folder=folder,
+            identity=identity,
+            device=resolved.device,
+            interrupts=Interrupts(say),
+            reporters=reporters,
+            on_step=_heard_by_plugins(checked, on_step),
+            checkpoint=start.checkpoint,
+        )
+        changed = config.chat_template_path or config.eos_token or config.pad_token
+        tokenizer_folder = Path(scratch) / "tokenizer" if changed else None
+        if tokenizer_folder is not None:
+            tokenizer.save_pretrained(tokenizer_folder)
+        try:
+            written = export(
+                model,
+                architecture,
+                folder_of_model,
+                folder.path,
+                tokenizer_folder=tokenizer_folder,
+                text_only=config.export_text_only,
+            )
+        except SaveFailed as fault:
+            raise TrainingStopped(
+                step=result.step, what=fault.what, remedy=fault.remedy, checkpoint=result.checkpoint
+            ) from fault
+    say(f"{written.note}: {folder.path}")
+    return RunResult(output_dir=folder.path, account=prepared.account, fit=result, seconds=time.perf_counter() - began)
+
+
+def _model_name(checked: Checked, scratch: Path) -> str:
+    """Return the folder or hub id of the model; a tiny one is written to `scratch` first."""
+    name = str(checked.config.model_name_or_path)
+    if name not in TINY:
+        return name
+    write_tiny(checked.architecture, scratch / "tiny")
+    return str(scratch / "tiny")
+
+
+def _model(
+    checked: Checked, resolved: runtime.ResolvedPlan, model_config: Mapping[str, Any], folder: Path
+) -> PreTrainedModel:
+    architecture = checked.architecture
+    model = build_meta(
+        architecture, model_config, dtype=resolved.dtype, attention=resolved.attention, experts=resolved.experts_kernel
+    )
+    checked.registry.plugins.call("halo_model_ready", family=architecture.family, plan=checked.plan, model=model)
+    load_weights(model, folder, architecture, device=resolved.device)
+    if checked.config.gradient_checkpointing:
+        enable_recompute(model)
+    return model
+
+
+def _checked_once(model: PreTrainedModel) -> Callable[[Any, Any], Any]:
+    """Return the forward to the last hidden states; its first call checks that every socket was used."""
+    unchecked: Iterator[bool] = iter((True,))
+
+    def forward(of: Any, batch: Any) -> Any:
+        hidden = last_hidden(of, batch)
+        if next(unchecked, False):
+            sockets.check_called(model)
+        return hidden
+
+    return forward
+
+
+def _heard_by_plugins(checked: Checked, on_step: Callable[[StepReport], None] | None) -> Callable[[StepReport], None]:
+    def heard(report: StepReport) -> None:
+        checked.registry.plugins.call("halo_step_ended", family=checked.plan.family, plan=checked.plan, step=report)
+        if on_step is not None:
+            on_step(report)
+
+    return heard

@@ -70,6 +70,7 @@ def read_layout(model: PreTrainedModel, files: Iterable[WeightFile], architectur
     """
     stored: dict[str, StoredTensor] = {}
     faults = _Faults()
+    files = list(files)
     for file in files:
         for tensor in file.tensors:
             if tensor.key in stored:
@@ -94,7 +95,7 @@ def read_layout(model: PreTrainedModel, files: Iterable[WeightFile], architectur
             groups.append(group)
     reached = {target for group in groups for target in group.targets} | set(gathered)
     faults.missing += [key for key in state if key not in reached and not _is_tied_to(key, reached, model)]
-    faults.raise_any(architecture)
+    faults.raise_any(str(files[0].path.parent) if files else architecture.name)
     return Layout(groups=tuple(groups), untrained=frozenset(untrained))
 
 
@@ -245,10 +246,11 @@ def _is_complete(
     assert pattern is not None
     before, _, after = pattern.partition("*")
     found = re.search(re.escape(before) + r"(\d+)" + re.escape(after), sample)
-    assert found is not None, f"{sample} carries no number where {pattern} has a star"
+    if found is None:
+        return True  # a pattern richer than a name with a star; the shapes still have to fit
     head, tail = sample[: found.start()], sample[found.end() :]
-    patterns = [pattern.replace("*", "{}", 1) for pattern in converter.source_patterns]
-    wanted = {head + pattern.format(number) + tail for pattern in patterns for number in range(count)}
+    patterns = converter.source_patterns
+    wanted = {head + name.replace("*", str(number), 1) + tail for name in patterns for number in range(count)}
     missing = sorted(wanted - present.keys(), key=dot_natural_key)
     extra = sorted((key for name, key in present.items() if name not in wanted), key=dot_natural_key)
     faults.missing += missing
@@ -283,8 +285,8 @@ class _Faults:
         self.shapes: list[str] = []
         self.quantised: list[str] = []
 
-    def raise_any(self, architecture: Architecture) -> None:
-        """Raise one refusal with a problem per kind, or return when there is none."""
+    def raise_any(self, source: str) -> None:
+        """Raise one refusal about the folder `source` with a problem per kind, or return when there is none."""
         again = "copy or download the model again; a file may be missing or belong to another model"
         texts = [
             (self.missing, "the source lacks tensors that the model has", again),
@@ -294,7 +296,7 @@ class _Faults:
             (self.quantised, "tensors are stored quantised", "start from a bf16 copy of this model"),
         ]
         problems = [
-            Problem(key="model_name_or_path", value=architecture.name, why=f"{why}: {_listed(names)}", remedy=remedy)
+            Problem(key="model_name_or_path", value=source, why=f"{why}: {_listed(names)}", remedy=remedy)
             for names, why, remedy in texts
             if names
         ]

@@ -3,10 +3,11 @@
 Not for kernels: what is put in is given by the caller. Nothing global changes but one entry in transformers' register
 of experts functions, which acts only on modules that were attached.
 
-For authors of a plugin whose MoE block has no such socket (`MoEBlockSpec.wrapper = "module:bind"`):
+For authors of a plugin whose MoE block has no such socket: `MoEBlockSpec.wrapper` is "module:bind", `experts` the path
+of the block below its decoder layer, `experts_class` the block's class, and the plugin has
 
     def bind(block, experts):
-        # `block` is the module at `MoEBlockSpec.experts` in one decoder layer, on the meta device.
+        # `block` is the block of one decoder layer, on the meta device; called once per layer that has one.
         # `experts(weights, hidden, ids, routing)` is the core's function: an ExpertWeights view, hidden [T, H],
         # expert ids [T, K], routing weights [T, K]; it returns [T, H].
         def forward(hidden):

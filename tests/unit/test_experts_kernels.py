@@ -227,6 +227,28 @@ def test_expanded_incoming_gradient_and_strided_input_are_accepted(form: Form) -
     assert hidden.shape == (9, 16)
 
 
+def test_bf16_gradients_of_many_tokens_are_as_close_to_fp64_as_bf16_allows() -> None:
+    torch.manual_seed(8)
+    form = FORMS["transposed_biased_interleaved"]
+    weights = make(form, experts=2, hidden=16, width=8, dtype=torch.bfloat16)
+    given = inputs(3000, 2, 16, dtype=torch.bfloat16)
+
+    def loss_gradients(call: Callable[..., Tensor], held: ExpertWeights, *rest: Tensor) -> list[Tensor]:
+        # All of one sign, so that a sum rounded at every row runs into a wall.
+        return list(torch.autograd.grad(call(held, *rest).sum(), leaves(held, rest[0], rest[2])))
+
+    def in_fp64(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.detach().double().requires_grad_()
+
+    exact = replace(
+        weights, gate_up=in_fp64(weights.gate_up), down=in_fp64(weights.down),
+        gate_up_bias=in_fp64(weights.gate_up_bias), down_bias=in_fp64(weights.down_bias),
+    )
+    expected = loss_gradients(reference, exact, in_fp64(given[0]), given[1], in_fp64(given[2]))
+    for call in (grouped, reference):
+        assert worst([g.double() for g in loss_gradients(call, weights, *given)], expected) < BF16
+
+
 def test_fp32_routing_over_bf16_experts_gives_bf16_and_fp32_routing_gradients() -> None:
     torch.manual_seed(6)
     weights = make(FORMS["plain"], experts=4, hidden=16, width=8, dtype=torch.bfloat16)

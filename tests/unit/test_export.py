@@ -17,7 +17,6 @@ from halo_core.checkpoint.atomic import SaveFailed
 from halo_core.checkpoint.export import export
 from halo_core.errors import Refused
 from halo_core.kernels.experts.reference import reference
-from halo_core.models import sockets
 from halo_core.models.build import build_meta
 from halo_core.models.load import load_weights
 from halo_core.models.safetensors_files import header_of, metadata_of, read_file
@@ -44,7 +43,6 @@ def trained(architecture: Any, folder: Path, dtype: torch.dtype = torch.float32)
     with torch.no_grad():
         for tensor in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values():
             tensor.add_(torch.randn_like(tensor), alpha=0.05)
-    sockets.detach(model)
     return model
 
 

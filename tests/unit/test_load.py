@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from halo_core.errors import Refused
 from halo_core.kernels.experts.reference import reference
+from halo_core.models import layout, load
 from halo_core.models.build import attribute, build_meta
 from halo_core.models.load import load_weights
 from halo_core.models.safetensors_files import read_file
@@ -204,6 +205,25 @@ def test_a_source_with_only_the_head_of_a_tied_pair_loads(sources: Any, damaged:
     folder = damaged("lfm2", edit)
     architecture = sources.architecture("lfm2")
     assert_same(loaded(architecture, folder), attribute(architecture.spec.model_class).from_pretrained(folder))
+
+
+def test_a_conversion_that_cannot_be_undone_is_found_before_training(
+    sources: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = layout.to_source
+
+    def forgets_one_dimension(group: Any, held: Any, model: Any) -> dict[str, torch.Tensor]:
+        return {key: tensor[0] for key, tensor in whole(group, held, model).items()}
+
+    monkeypatch.setattr(layout, "to_source", forgets_one_dimension)
+    with pytest.raises(RuntimeError, match="would be written back as"):
+        loaded(sources.architecture("lfm2_moe"), sources.folder("lfm2_moe"))
+
+
+def test_a_tensor_left_without_a_value_is_an_error(sources: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "_finish", lambda *given: None)
+    with pytest.raises(RuntimeError, match=r"without a value after loading: .*inv_freq"):
+        loaded(sources.architecture("qwen3"), sources.folder("qwen3"))
 
 
 def test_headers_are_read_as_the_formats_own_reader_reads_them(sources: Any) -> None:

@@ -41,4 +41,7 @@ def grouped_obstacle(
 
 def kernel(name: str, *, may_skip: bool) -> ExpertsKernel:
     """Return the kernel of that name. may_skip: whether ids can hold slots to skip (they cannot without dispatch)."""
-    return {"grouped": partial(grouped, may_skip=may_skip), "reference": reference}[name]
+    if name == "grouped":
+        return partial(grouped, may_skip=may_skip)
+    assert name == "reference", f"no experts kernel is called {name!r}"
+    return reference

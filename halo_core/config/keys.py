@@ -158,7 +158,8 @@ class RunConfig:
     data_seed: int | None = _loop(
         None, Optional(kind=Whole(low=0, high=_LARGEST_SEED)), "seed of the order of rows; null: `seed`")
     gradient_checkpointing: bool = _loop(
-        True, _BOOLEAN, "recompute activations in backward: less memory, about a third more compute",
+        True, NullIs(kind=_BOOLEAN, value=True),
+        "recompute activations in backward: less memory, about a third more compute",
         asks=Asks(feature="gradient_checkpointing", inert=(False,)))
     resume_from_checkpoint: bool | str | None = _loop(
         None, Optional(kind=FlagOrText()), "true: the last checkpoint in output_dir; a path: that checkpoint")

@@ -103,7 +103,6 @@ SETTLED = table(
         "huggingface", "trackers choose their own project", "Halo does not name a tracker's project", _TRACKER,
         "project",
     ),
-    only("true", "training is what `halo train` does", "`halo train` trains", _REMOVE, "do_train"),
     # What changes no result.
     moot("rows are shuffled anew in each epoch, by data_seed", "shuffle_dataset"),
     moot(
@@ -114,6 +113,7 @@ SETTLED = table(
     ),
     moot("Halo reads the columns of a row's kind and no others", "remove_unused_columns"),
     moot("evaluation follows eval_strategy", "do_eval"),
+    moot("training is what `halo train` does", "do_train"),
     moot(
         _ONLY_LOSS,
         "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "

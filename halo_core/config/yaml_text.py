@@ -29,7 +29,7 @@ def entries(data: bytes, where: str | None = None) -> tuple[list[Entry], list[Pr
     if text is None:
         return [], reading.problems
     lines = _without_tabs(text, reading)
-    if all(not line.strip() or line.lstrip().startswith("#") for line in lines):
+    if all(not line.strip() or line.lstrip().startswith("#") or line.strip() in ("---", "...") for line in lines):
         if not reading.problems:
             reading.fault(None, "the file is empty", "write at least model_name_or_path and dataset_name")
         return [], reading.problems
@@ -152,8 +152,7 @@ def _document(lines: Sequence[str], offset: int, reading: Reading) -> None:
         reading.fault(line, "a list stands at the top level", FLAT)
     else:
         node = events.value(0)
-        text = node.text if isinstance(node, Scalar) else ""
-        if text or offset == 0:
+        if not isinstance(node, Scalar) or node.text or node.quoted:
             reading.fault(line, "this line is no `key: value`", f"{FLAT}, with a space after the colon")
     if not events.is_finished():
         raise Stop(line, "the text goes on after its end", FLAT)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from halo_core import config as configuration
 from halo_core import plan as planning
 from halo_core import support
 from halo_core.cli.main import load_registry
-from halo_core.cli.plan_table import feature_table
+from halo_core.cli.plan_table import feature_table, reasons
 from halo_core.errors import Problem, Refused
 from halo_core.plugins import near_text
 from halo_core.registry import Architecture, Family, Registry
@@ -59,6 +60,8 @@ def run(
         read = configuration.read(config, more_words=registry.words())
         checked = planning.build(read, registry, family=family, dry_run=True)
         Console().print(feature_table(checked.plan))
+        for line in reasons(checked.plan):
+            print(f"  {line}")
         return
     if why is not None:
         print(why_text(registry, *why))
@@ -73,7 +76,9 @@ def run(
     elif markdown:
         print(markdown_page(architectures), end="")
     else:
-        Console().print(_table(architectures))
+        for table in _tables(architectures):
+            Console().print(table)
+            print()
         print(LEGEND)
 
 
@@ -156,12 +161,17 @@ def _chosen(registry: Registry, who: str | None) -> tuple[Architecture, ...]:
     )
 
 
-def _table(architectures: tuple[Architecture, ...]) -> Table:
-    table = Table(title="What runs with what", title_justify="left")
-    table.add_column("feature", no_wrap=True)
-    for architecture in architectures:
-        table.add_column(architecture.name, overflow="fold")
-    for feature in support.FEATURES:
-        words = [architecture.cell(feature).word for architecture in architectures]
-        table.add_row(feature, *(f"[{COLOURS[word]}]{SHORT[word]}[/]" for word in words))
-    return table
+def _tables(architectures: tuple[Architecture, ...]) -> Iterator[Table]:
+    """Yield one table for MoE and one for dense architectures, each narrow enough for 80 columns."""
+    for title, is_moe in (("What runs with what: mixture-of-experts", True), ("Dense", False)):
+        shown = [architecture for architecture in architectures if architecture.spec.is_moe == is_moe]
+        if not shown:
+            continue
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        table.add_column("feature", no_wrap=True)
+        for architecture in shown:
+            table.add_column(architecture.name.replace("_moe", "\n_moe"), no_wrap=True)
+        for feature in support.FEATURES:
+            words = [architecture.cell(feature).word for architecture in shown]
+            table.add_row(feature, *(f"[{COLOURS[word]}]{SHORT[word]}[/]" for word in words))
+        yield table

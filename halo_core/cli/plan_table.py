@@ -5,33 +5,40 @@ Not for deciding anything. Sizes come from a model built on the meta device, whi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
 
 from halo_core.plan import Checked, RunPlan
 
 
 def feature_table(plan: RunPlan) -> Table:
-    """Return the run's features with verdict, reason and author."""
-    table = Table(title=f"{plan.architecture} (family {plan.family})", title_justify="left")
-    for name in ("feature", "verdict", "asked by", "why", "says"):
-        table.add_column(name, overflow="fold")
+    """Return the run's features: verdict, which key asked, and who decides."""
+    table = Table(title=f"{plan.architecture} (family {plan.family})", title_justify="left", box=None, pad_edge=False)
+    for name in ("feature", "verdict", "says", "asked by"):
+        table.add_column(name, no_wrap=True)
     for row in plan.rows:
-        asked = f"{row.key}: {row.value}" if row.key else "always"
-        reason = (
-            f"{row.reason}; until then: {row.instead}" if row.word == "not built yet" and row.instead else row.reason
-        )
-        table.add_row(row.feature, row.word, asked, reason, row.by)
+        table.add_row(row.feature, row.word, row.by, f"{row.key}: {row.value}" if row.key else "every run")
     return table
+
+
+def reasons(plan: RunPlan) -> list[str]:
+    """Return one line per feature that is not simply Supported: why, and the way out."""
+    lines = []
+    for row in plan.rows:
+        if row.word != "Supported":
+            until = f"; until then: {row.instead}" if row.word == "not built yet" and row.instead else ""
+            lines.append(f"{row.feature}: {row.reason}{until}")
+    return lines
 
 
 def size_table(checked: Checked) -> Table:
     """Return parameters, and bytes of weights, gradients and optimizer state on one process and over all."""
     from halo_core.models.sizes import sizes_of_plan
 
-    table = Table(title="sizes", title_justify="left", show_header=False)
+    table = Table(title="sizes, over all processes", title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column("what")
     table.add_column("value", justify="right")
     for name, value in _size_rows(checked, sizes_of_plan(checked)):
@@ -41,10 +48,16 @@ def size_table(checked: Checked) -> Table:
 
 def print_plan(checked: Checked) -> None:
     """Print the whole plan: features, kernels, sizes, tokens per step, notes."""
-    console = Console()
+    # A pipe or a file has no width of its own; a wrapped table helps nobody there.
+    console = Console() if sys.stdout.isatty() else Console(width=200)
     plan = checked.plan
     degrees = plan.degrees
-    console.print(Group(feature_table(plan), size_table(checked)))
+    console.print(feature_table(plan))
+    for line in reasons(plan):
+        print(f"  {line}")
+    print()
+    console.print(size_table(checked))
+    print()
     print(f"model:     {plan.model_name_or_path}, config.json from {plan.model_origin}")
     if checked.guessed:
         print(f"           guessed, not published: {', '.join(checked.guessed)}")

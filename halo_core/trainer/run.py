@@ -111,7 +111,7 @@ def train(
             environment=environment,
         )
         say(
-            f"training {plan.architecture} on {resolved.device_name}: {steps} steps of up to {plan.rows_per_step} rows, "
+            f"training {plan.architecture} on {resolved.device_name}: {steps} steps of at most {plan.rows_per_step} rows, "
             f"{runtime.dtype_name(resolved.dtype)}, attention {resolved.attention}, experts {resolved.experts}"
         )
         reporters = [progress.choose(Console(), int(config.logging_steps) if config.logging_steps >= 1 else 1)]

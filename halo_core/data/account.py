@@ -1,0 +1,122 @@
+"""The account of the data: what was read, what was dropped and why, what is learnt; in lines and as numbers.
+
+Not for deciding any of it: `prepare.py` counts, this tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropped:
+    """Rows dropped for one reason: how many, their tokens (0 where the row never got so far), and the first place."""
+
+    rows: int
+    tokens: int
+    first: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitAccount:
+    """One set of rows, for training or evaluation.
+
+    `rows_read` = `rows` + rows of all `dropped`; `tokens_read` = `tokens` + `cut_tokens` + tokens of all `dropped`.
+    `supervised_tokens` are the targets of the loss. `kinds`: kind of row -> (rows kept, what of them is learnt).
+    `notes`: what a person should know -> rows it concerns.
+    """
+
+    name: str
+    sources: Mapping[str, int]
+    rows_read: int
+    blank_lines: int
+    rows: int
+    tokens_read: int
+    tokens: int
+    supervised_tokens: int
+    cut_rows: int = 0
+    cut_tokens: int = 0
+    longest: int = 0
+    dropped: Mapping[str, Dropped] = field(default_factory=dict)
+    kinds: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    notes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def supervised_share(self) -> float:
+        """The part of the kept tokens that are targets, from 0 to 1."""
+        return self.supervised_tokens / self.tokens if self.tokens else 0.0
+
+    def text(self) -> str:
+        """Return the account as lines for a person."""
+        dropped_rows = sum(dropped.rows for dropped in self.dropped.values())
+        lines = [
+            f"{self.name} data: {_count(self.rows_read, 'row')} read from {_listed(self.sources)}, "
+            f"{self.rows} kept, {dropped_rows} dropped"
+        ]
+        for reason, dropped in self.dropped.items():
+            tokens = f", {_count(dropped.tokens, 'token')}" if dropped.tokens else ""
+            lines.append(f"  dropped: {_count(dropped.rows, 'row')}{tokens}: {reason} (first: {dropped.first})")
+        if self.cut_rows:
+            lines.append(f"  cut: {_count(self.cut_rows, 'row')} at max_length, {_count(self.cut_tokens, 'token')}")
+        lines.append(
+            f"  tokens: {self.tokens_read} read, {self.tokens} kept, {self.supervised_tokens} supervised "
+            f"({self.supervised_share:.1%}); longest row {self.longest}"
+        )
+        lines += [f"  learnt: {_count(rows, 'row')} of {kind}: {what}" for kind, (rows, what) in self.kinds.items()]
+        lines += [f"  note: {note} ({_count(rows, 'row')})" for note, rows in self.notes.items()]
+        if self.blank_lines:
+            lines.append(f"  blank lines passed over: {self.blank_lines}")
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the account as plain numbers and texts, fit for JSON."""
+        return {
+            "rows_read": self.rows_read,
+            "rows": self.rows,
+            "blank_lines": self.blank_lines,
+            "sources": dict(self.sources),
+            "dropped": {
+                reason: {"rows": dropped.rows, "tokens": dropped.tokens, "first": dropped.first}
+                for reason, dropped in self.dropped.items()
+            },
+            "tokens_read": self.tokens_read,
+            "tokens": self.tokens,
+            "cut_rows": self.cut_rows,
+            "cut_tokens": self.cut_tokens,
+            "longest": self.longest,
+            "supervised_tokens": self.supervised_tokens,
+            "supervised_share": self.supervised_share,
+            "kinds": {kind: {"rows": rows, "learnt": what} for kind, (rows, what) in self.kinds.items()},
+            "notes": dict(self.notes),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """The account of a run's data: the training rows, and the evaluation rows where there are any."""
+
+    train: SplitAccount
+    evaluation: SplitAccount | None = None
+    notes: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """Return the account as lines for a person."""
+        parts = [self.train.text(), *([self.evaluation.text()] if self.evaluation else [])]
+        return "\n".join([*parts, *(f"note: {note}" for note in self.notes)])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the account as plain numbers and texts, fit for JSON."""
+        evaluation = self.evaluation.as_dict() if self.evaluation else None
+        return {"train": self.train.as_dict(), "evaluation": evaluation, "notes": list(self.notes)}
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _listed(sources: Mapping[str, int]) -> str:
+    """Return the names of the sources, with their rows where there are several; long lists are cut."""
+    names = [name if len(sources) == 1 else f"{name} ({rows})" for name, rows in sources.items()]
+    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:8])} and {len(names) - 8} more"

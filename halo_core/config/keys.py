@@ -89,7 +89,7 @@ class RunConfig:
         None, Optional(kind=_TEXT), "the model family; read from the model when left out", reader="plan")
     dtype: str = _model("float32", _DTYPE, "dtype of weights and compute; `auto` is the source's", reader="models")
     trust_remote_code: bool = _model(
-        False, _BOOLEAN, "run Python code that a hub repository brings", reader="models",
+        False, _BOOLEAN, "run Python code that the tokenizer's repository brings", reader="trainer",
         asks=Asks(feature="trust_remote_code", inert=(False,)))
     attn_implementation: str | None = _model(
         None, Optional(kind=_ATTENTION), reader="plan",
@@ -98,6 +98,12 @@ class RunConfig:
     chat_template_path: str | None = _model(
         None, Optional(kind=_TEXT), "a .jinja file, or a tokenizer's folder or hub id, instead of the model's template",
         reader="data")
+    eos_token: str | None = _model(
+        None, Optional(kind=_TEXT), "end of a turn or row, a token of the tokenizer; null: the tokenizer's",
+        reader="trainer", asks=Asks(feature="special_tokens", inert=(None,)))
+    pad_token: str | None = _model(
+        None, Optional(kind=_TEXT), "padding, a token of the tokenizer; null: the tokenizer's",
+        reader="trainer", asks=Asks(feature="special_tokens", inert=(None,)))
     dequantize_source: bool = _model(
         False, _BOOLEAN, "read a quantised checkpoint as bf16", reader="models",
         asks=Asks(feature="dequantize_source", inert=(False,)))
@@ -241,7 +247,8 @@ class RunConfig:
     push_to_hub: bool = _events(
         False, _BOOLEAN, "upload the finished folder", asks=Asks(feature="push_to_hub", inert=(False,)))
     save_timeout: float = _events(
-        1800.0, Real(above=0.0), "longest a process waits for the others at a save", unit="seconds")
+        1800.0, Real(above=0.0), "longest a process waits for the others at a save", unit="seconds",
+        asks=Asks(feature="save_timeout", inert=(1800.0,)))
 
     # Parallelism
     data_parallel_replicate_size: int = _parallel(

@@ -69,10 +69,15 @@ RUN_MECHANISMS: tuple[Mechanism, ...] = (
         instead="start from a bf16 copy of the model and remove dequantize_source",
     ),
     Mechanism(
+        feature="special_tokens",
+        what="another end or padding token than the tokenizer's",
+        built=False,
+        instead="remove eos_token and pad_token, and set them in the tokenizer's own files",
+    ),
+    Mechanism(
         feature="export_text_only",
         what="the text model alone written from a multimodal source",
-        built=False,
-        instead="set export_text_only: false: the folder keeps the source's layout",
+        built=True,
     ),
     Mechanism(
         feature="allow_warm_restart",
@@ -81,9 +86,14 @@ RUN_MECHANISMS: tuple[Mechanism, ...] = (
         instead="set allow_warm_restart: false, or start a new run from the saved weights",
     ),
     Mechanism(
-        feature="trust_remote_code",
-        what="models and tokenizers that bring their own Python",
+        feature="save_timeout",
+        what="a limit on how long processes wait for each other at a save",
         built=False,
-        instead="set trust_remote_code: false",
+        instead="remove save_timeout: one process waits for nobody",
+    ),
+    Mechanism(
+        feature="trust_remote_code",
+        what="a tokenizer that brings its own Python",
+        built=True,
     ),
 )

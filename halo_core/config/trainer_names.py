@@ -223,7 +223,7 @@ REFUSED = table(
     ),
     gone(
         "special tokens are the tokenizer's", "set them in the model's tokenizer files",
-        "eos_token pad_token bos_token",
+        "bos_token",
     ),
     gone(
         "a token does not belong in a file that the run copies", "log in with `hf auth login`, or set HF_TOKEN",

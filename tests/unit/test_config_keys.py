@@ -13,6 +13,7 @@ import pytest
 from halo_core import support
 from halo_core.config import KEYS, RUN_MECHANISMS, RunConfig, active_features, describe, read
 from halo_core.config.keys import SCHEDULES
+from halo_core.config.read import FOREIGN
 
 ROOT = Path(__file__).parents[2]
 OWN_DEFAULTS = {
@@ -250,10 +251,19 @@ def test_a_key_at_its_default_needs_no_note() -> None:
     assert read(None, given={"lora_r": 16, "save_sharded_ep": False, "router_balancing_rate": 0.001}).notes == ()
 
 
-def test_docs_configuration_is_what_the_keys_say() -> None:
-    page = (ROOT / "docs" / "configuration.md").read_text()
-    assert page == describe.markdown(), "run: python -m halo_core.config.describe > docs/configuration.md"
-    assert all(f"| `{name}` |" in page for name in KEYS)
+def test_every_key_is_read_or_asks_for_a_feature() -> None:
+    parts = (path for path in (ROOT / "halo_core").rglob("*.py") if "config" not in path.relative_to(ROOT).parts)
+    read_names = {name for path in parts for name in re.findall(r"\bconfig\.([a-z_0-9]+)\b", path.read_text())}
+    for name, facts in KEYS.items():
+        beside = KEYS[facts.idle_while[0]].asks if facts.idle_while else None
+        weighs_a_feature = name == "router_aux_loss_coef"  # refused unless moe_balancing: aux_loss asks for one
+        assert name in read_names or facts.asks or beside or weighs_a_feature, f"{name} is ignored"
+
+
+def test_the_reference_page_has_every_key_and_every_foreign_name() -> None:
+    page = describe.markdown()
+    assert all(f"\n| `{name}` | " in page for name in KEYS)
+    assert all(f"`{name}`" in page for name in FOREIGN)
 
 
 def test_importing_the_configuration_imports_no_torch() -> None:

@@ -5,7 +5,7 @@ Not for deciding what a run does (`halo_core.plan`). No torch is imported here.
 
 from __future__ import annotations
 
-from halo_core.config.key import Asks, KeyFacts
+from halo_core.config.facts import Asks, KeyFacts
 from halo_core.config.keys import KEYS, RunConfig, active_features
 from halo_core.config.mechanisms import RUN_MECHANISMS
 from halo_core.config.read import ConfigRead, read

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
-from halo_core.config.key import KeyFacts
+from halo_core.config.facts import KeyFacts
 from halo_core.config.keys import KEYS
 from halo_core.config.read import FOREIGN
 from halo_core.config.renamed import Foreign

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from halo_core.config.containers import DatasetList, FlagOrText, Many, NullIs, Optional, Table
-from halo_core.config.key import Asks, facts_of, key
+from halo_core.config.facts import Asks, facts_of, key
 from halo_core.config.values import CountOrRatio, Flag, Real, Text, Whole, Word
 
 _LARGEST_SEED = 2**32 - 1

@@ -107,15 +107,15 @@ def build(
         Refused: once, with every problem of parsing, keys, types, plugins, model, features and arithmetic.
     """
     config = read.config
-    problems = [*read.problems, *_plugin_problems(registry), *also]
+    problems = [*_plugin_problems(registry), *also]
     if nproc < 1:
         problems.append(Problem(key="--nproc", value=nproc, why="a run has at least one process", remedy="--nproc 1"))
     asked = asked_family(family, config, registry, problems)
     found = choose(config, asked, registry, dry_run, problems)
     problems += run_problems(config)
     if found is None:
-        problems += [_with_line(p, read) for p in _features_without_model(config)] if not dry_run else []
-        raise Refused([_with_line(problem, read) for problem in problems])
+        problems += [] if dry_run else _features_without_model(config)
+        raise Refused(_placed(problems, read))
     owner, architecture, model = found
     problems += version_problems(config, owner)
     notes = list(read.notes)
@@ -140,8 +140,9 @@ def build(
     problems += _hook_problems(registry, plan, model.config)
     if not dry_run:
         problems += [_not_built(row) for row in plan.not_built]
-    if problems:
-        raise Refused([_with_line(problem, read) for problem in problems])
+    placed = _placed(problems, read)
+    if placed:
+        raise Refused(placed)
     return Checked(
         plan=replace(plan, notes=tuple(notes)),
         config=config,
@@ -153,10 +154,17 @@ def build(
     )
 
 
-def _with_line(problem: Problem, read: ConfigRead) -> Problem:
-    if problem.key is not None and problem.line is None and problem.where is None and problem.key in read.lines:
-        return replace(problem, line=read.lines[problem.key])
-    return problem
+def _placed(problems: Sequence[Problem], read: ConfigRead) -> list[Problem]:
+    """Return the problems with the place of their key; a key that could not be read is told as that alone."""
+    unread = {problem.key for problem in read.problems if problem.key is not None}
+    placed = list(read.problems)
+    for problem in problems:
+        where, line = read.places.get(problem.key or "", (None, None))
+        if problem.where is None and problem.key not in unread:
+            placed.append(replace(problem, where=where, line=line))
+        elif problem.where is not None:
+            placed.append(problem)
+    return placed
 
 
 def _plugin_problems(registry: Registry) -> list[Problem]:

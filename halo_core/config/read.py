@@ -39,14 +39,14 @@ class ConfigRead:
 
     config: every key with its value; those of `problems` have their defaults. problems: everything wrong, by source
     and line. notes: what the person should know. given: keys that were given, under Halo's names.
-    lines: key -> 1-based line of the file, for keys that the file gave.
+    places: key -> (file or "command line", 1-based line), each None where there is none.
     """
 
     config: RunConfig
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
     given: frozenset[str]
-    lines: Mapping[str, int]
+    places: Mapping[str, tuple[str | None, int | None]]
 
 
 @dataclass
@@ -78,7 +78,7 @@ def read(
     values = _values(taken, more_words or {})
     config = RunConfig(**values)
     names = frozenset(taken.chosen)
-    lines = {key: entry.line for key, (entry, _) in taken.chosen.items() if entry.line is not None}
+    places = {key: (entry.where, entry.line) for key, (entry, _) in taken.chosen.items()}
     failed = {problem.key for problem in taken.problems}
     for problem in contradictions(config, names):
         if problem.key not in failed:
@@ -90,7 +90,7 @@ def read(
         problems=tuple(taken.problems),
         notes=tuple(dict.fromkeys(taken.notes)),
         given=names,
-        lines=MappingProxyType(lines),
+        places=MappingProxyType(places),
     )
 
 

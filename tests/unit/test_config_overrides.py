@@ -32,7 +32,7 @@ def test_an_override_replaces_the_files_key_however_its_name_is_spelt(file: Path
     assert not result.problems
     assert result.config.learning_rate == 2e-5
     assert result.config.seed == 1
-    assert "learning_rate" not in result.lines
+    assert result.places["learning_rate"] == ("command line", None)
 
 
 def test_an_override_under_a_former_name_replaces_the_key_too(file: Path) -> None:

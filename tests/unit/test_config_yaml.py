@@ -223,7 +223,7 @@ def test_lists_and_mappings_in_both_styles_are_the_same(tmp_path: Path) -> None:
 
 def test_lines_and_given_name_what_the_file_has(tmp_path: Path) -> None:
     result = reading(tmp_path, "seed: 1\n\nmax_seq_length: 64\n", "optim=sgd")
-    assert result.lines == {"seed": 1, "max_length": 3}
+    assert {key: line for key, (_, line) in result.places.items()} == {"seed": 1, "max_length": 3, "optim": None}
     assert result.given == {"seed", "max_length", "optim"}
 
 

@@ -29,7 +29,7 @@ $(READY): pyproject.toml
 	@touch $@
 
 quickstart: $(READY)
-	OMP_NUM_THREADS=2 HF_HUB_OFFLINE=1 $(BIN)/python examples/quickstart/run.py
+	HF_HUB_OFFLINE=1 $(BIN)/python examples/quickstart/run.py
 
 # The tests come last, so that their closing line is the last thing printed. They also compare the generated pages.
 test: lint types

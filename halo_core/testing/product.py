@@ -63,13 +63,14 @@ def build(ready: Checked, case: Case, experts: ExpertsKernel | None = None) -> P
 def observe(ready: Checked, case: Case, experts: ExpertsKernel | None = None) -> dict[str, Tensor]:
     """Return what `hf_reference.reference` returns for the same case, but for the logits, which Halo never makes.
 
-    The first step takes all rows as one batch, later ones in two micro-batches of unequal rows: the global
-    denominator makes both the same step. experts: replaces the resolved kernel, to see that a wrong one is noticed.
+    The first step takes all rows as one batch, later ones in two micro-batches with different counts of targets: the
+    global denominator makes both the same step. experts: replaces the resolved kernel, to see that a wrong one is
+    noticed.
     """
     model = build(ready, case, experts)
     head, method = Head(model, case.architecture), Sft(collate_rows=collate)
     optimizer = RecordingSgd(model, float(case.reference["learning_rate"]))
-    whole, parted = [case.rows], [case.rows[:1], case.rows[1:]]
+    whole, parted = [case.rows], [case.rows[:2], case.rows[2:]]
     found: dict[str, Tensor] = {}
     handles = _record_experts(model, case, found)
     for step in range(STEPS):

@@ -127,7 +127,7 @@ def train(
         )
         result = fit(
             model=model,
-            model_hidden=_checked_once(model),
+            model_hidden=_checked_once(model) if architecture.spec.is_moe else last_hidden,
             head=Head(model, architecture),
             method=Sft(collate_rows=collate),
             rows=prepared.train,

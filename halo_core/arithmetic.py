@@ -155,6 +155,7 @@ def run_problems(config: RunConfig) -> list[Problem]:
 
 
 def length_problems(config: RunConfig, architecture: Architecture, model: Mapping[str, Any]) -> list[Problem]:
+    """Return whether rows of `max_length` tokens fit the positions that the model knows."""
     limit = text_config(architecture.spec, model).get("max_position_embeddings")
     if isinstance(limit, int) and config.max_length and config.max_length > limit:
         return [
@@ -169,6 +170,7 @@ def length_problems(config: RunConfig, architecture: Architecture, model: Mappin
 
 
 def version_problems(config: RunConfig, family: Family) -> list[Problem]:
+    """Return whether the installed transformers is one the family was tested with."""
     installed, tested = importlib.metadata.version("transformers"), family.spec.transformers
     if config.allow_untested_transformers or SpecifierSet(tested).contains(installed, prereleases=True):
         return []

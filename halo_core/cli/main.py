@@ -17,7 +17,7 @@ import typer
 
 from halo_core import registry as facts
 from halo_core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MISTAKE, Problem, Refused
-from halo_core.plugins import fault_text
+from halo_core.plugins import PluginFault, fault_text
 
 app = typer.Typer(
     name="halo",
@@ -152,6 +152,10 @@ def exit_code(arguments: Sequence[str]) -> int:
         if isinstance(leave.__context__, BrokenPipeError):  # typer's own answer to it
             return _reader_left()
         raise
+    except PluginFault as fault:
+        traceback.print_exception(fault.__cause__)
+        print(f"halo: {fault}\nTell its authors, or leave it out with HALO_DISABLE_PLUGINS", file=sys.stderr)
+        return EXIT_BUG
     except Exception as fault:
         # The classes of the command line's own mistakes depend on typer's version: some bring a click of their own.
         if callable(explain := getattr(fault, "format_message", None)):

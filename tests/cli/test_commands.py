@@ -13,6 +13,7 @@ import pytest
 
 from halo_core import registry as facts
 from halo_core import support
+from halo_core.plugins import PluginFault
 
 REGISTRY = facts.load()
 FAMILIES = tuple(REGISTRY.families)
@@ -178,6 +179,9 @@ def test_exit_codes_tell_whose_fault_it_was(halo: Halo, monkeypatch: pytest.Monk
     monkeypatch.setattr(doctor, "run", raising(RuntimeError("a bug")))
     code, _, err = halo("doctor")
     assert code == 1 and "Traceback" in err and "a bug" in err and "this is our fault" in err
+    monkeypatch.setattr(doctor, "run", raising(PluginFault("plugin 'toy' failed in halo_step_ended: KeyError: 'x'")))
+    code, _, err = halo("doctor")
+    assert code == 1 and "plugin 'toy' failed in halo_step_ended" in err and "our fault" not in err
     monkeypatch.setattr(doctor, "run", raising(Stopped("step 3: loss is not finite")))
     code, _, err = halo("doctor")
     assert code == 1 and err == "halo: step 3: loss is not finite\n"

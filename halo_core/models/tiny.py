@@ -24,6 +24,13 @@ PAD_TOKEN = "<|pad|>"
 END_TOKEN = "<|end|>"
 """Ends every turn, and is the end-of-sequence token: a model that has learnt to answer stops after its answer."""
 
+INITIALIZER_RANGE = 0.05
+"""Standard deviation of the random weights, unless a family gives its own.
+
+The usual 0.02 is meant for widths in the thousands. At a width of 128 it starts so near zero that the quickstart's
+model needs half as many steps again (CPU, 546 steps: held-out exact match 0.66 with 0.02, 0.95 with 0.05).
+"""
+
 _DATA = files("halo_core.models") / "tiny_data"
 
 
@@ -75,7 +82,7 @@ def tiny_config(architecture: Architecture) -> PretrainedConfig:
     vocabulary = json.loads((_DATA / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     config_class = _attribute(architecture.spec.config_class)
     config: PretrainedConfig = config_class(
-        **architecture.spec.tiny,
+        **{"initializer_range": INITIALIZER_RANGE, **architecture.spec.tiny},
         vocab_size=len(vocabulary),
         bos_token_id=None,
         eos_token_id=vocabulary[END_TOKEN],
@@ -94,12 +101,12 @@ def _random_model(architecture: Architecture, seed: int) -> PreTrainedModel:
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _attribute(target: str) -> Any:

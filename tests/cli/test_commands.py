@@ -43,6 +43,11 @@ def test_command_that_needs_no_torch_imports_none(
     assert all(word in run.stdout for word in expected)
 
 
+def test_the_watch_for_torch_sees_a_command_that_imports_it(without_torch: Separately) -> None:
+    run = without_torch("doctor")
+    assert run.returncode == 1 and "imported ['torch'" in run.stderr
+
+
 def test_the_installed_script_is_this_command_line() -> None:
     run = subprocess.run([SCRIPT, "matrix", "--family", "lffm2"], capture_output=True, text=True, check=False)
     assert run.returncode == 2

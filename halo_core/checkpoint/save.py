@@ -77,4 +77,5 @@ def optimizer_state(
                 moments[f"{kind}/{name}"] = value
             else:
                 scalars.setdefault(name, {})[kind] = value
-    return moments, scalars
+    # Sorted: a restored optimizer lists its state in another order, and equal states are to be equal files.
+    return dict(sorted(moments.items())), scalars

@@ -171,6 +171,7 @@ class _Run:
         """Take over a checkpoint, or seed a new run; return what a person should know."""
         if checkpoint is None:
             randomness.seed_all(self.config.seed)
+            self.folder.metrics.unlink(missing_ok=True)  # rows of a run that ended before its first checkpoint
             return []
         resume.load_weights(checkpoint, self.model)
         resume.load_optimizer(checkpoint, self.model, self.optimizer)
@@ -183,7 +184,7 @@ class _Run:
         self.newest = checkpoint.path
         resume.load_random(checkpoint)
         notes = [*checkpoint.skipped, f"going on from {checkpoint.path} after step {checkpoint.step}"]
-        notes += [f"{path.name} is later than that and was set aside" for path in moved]
+        notes += [f"a later checkpoint was set aside as {path.name}" for path in moved]
         if record is not None and self.best is None:
             notes.append(f"the best checkpoint so far, of step {record['step']}, is gone: the search begins anew")
         return notes

@@ -69,8 +69,8 @@ def problems(path: Path, *, resumed_from: Path | None) -> tuple[Problem, ...]:
     if resumed_from is not None:
         return (Problem(key="output_dir", value=path, why=f"{holds}, and {resumed_from} belongs to another folder",
                         remedy=f"set output_dir to a new folder, or to {resumed_from.parent}"),)
-    return (Problem(key="output_dir", value=path, why=holds,
-                    remedy="set resume_from_checkpoint: true to go on with it, or name a new output_dir"),)
+    way_out = "set resume_from_checkpoint: true to go on with it" if atomic.checkpoints(path) else "delete it"
+    return (Problem(key="output_dir", value=path, why=holds, remedy=f"{way_out}, or name a new output_dir"),)
 
 
 def traces(path: Path) -> list[str]:

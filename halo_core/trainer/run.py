@@ -40,6 +40,7 @@ from halo_core.plan import Checked
 from halo_core.trainer import preflight, progress, run_folder, trackers
 from halo_core.trainer.interrupts import Interrupts
 from halo_core.trainer.loop import FitResult, fit
+from halo_core.trainer.policy import build_policy
 from halo_core.trainer.recompute import enable_recompute
 from halo_core.trainer.report import StepReport
 from halo_core.trainer.stopped import TrainingStopped
@@ -114,14 +115,15 @@ def train(
             f"training {plan.architecture} on {resolved.device_name}: {steps} steps of at most {plan.rows_per_step} rows, "
             f"{runtime.dtype_name(resolved.dtype)}, attention {resolved.attention}, experts {resolved.experts}"
         )
-        reporters = [progress.choose(Console(), int(config.logging_steps) if config.logging_steps >= 1 else 1)]
+        logging_steps = build_policy(config, total=steps, steps_per_epoch=order.steps_per_epoch).logging_steps
+        reporters = [progress.choose(Console(), logging_steps)]
         reporters += trackers.open_trackers(
             config.report_to,
             preflight.tracker_targets(checked.registry),
             run_name=config.run_name or folder.path.name,
             config=vars(config),
             folder=folder.path,
-            logging_steps=max(1, int(config.logging_steps)),
+            logging_steps=logging_steps,
             say=say,
             step=start.checkpoint.step if start.checkpoint else 0,
         )

@@ -99,7 +99,7 @@ def _lines(path: Path, shown: str) -> Iterator[Record]:
                 yield Record(place=place, file=shown)
                 continue
             try:
-                values = json.loads(line)
+                values = json.loads(line.decode("utf-8").rstrip("\r\n"))
             except (ValueError, RecursionError) as error:
                 yield Record(place=place, file=shown, fault=_line_fault(line, error))
             else:

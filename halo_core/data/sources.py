@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,9 @@ def training_sources(config: RunConfig, rows: Iterable[Mapping[str, Any]] | None
         Refused: nothing is named, two things are, or something that is named is not there; all problems at once.
     """
     if rows is not None:
-        kept = rows if hasattr(rows, "__len__") else list(rows)
+        kept = rows if isinstance(rows, Sized) else list(rows)
+        if len(kept) == 0:
+            raise Refused(Problem(key="rows", value="[]", why="there is no row", remedy="give at least one row"))
         _refuse_media_features(kept, "rows", "rows")
         return [Source(key="rows", name="rows", records=lambda: read_rows(kept, "rows"))]
     if config.datasets and config.dataset_name:

@@ -69,13 +69,13 @@ class ChatTemplate:
         return self._rendered(conversation, generation_prompt=False, marked=True)
 
     def _rendered(self, conversation: Conversation, *, generation_prompt: bool, marked: bool) -> tuple[str, list[Span]]:
-        tools = None if conversation.tools is None else list(conversation.tools)
+        tools: list[Any] | None = None if conversation.tools is None else list(conversation.tools)
         # Variables of the row win over the tokenizer's own, as in apply_chat_template, which also comes down to this
         # call; calling it here gives the text and the marked spans without tokenising, so rows tokenise in batches.
         variables = {**self.tokenizer.special_tokens_map, **(conversation.template_kwargs or {})}
         try:
             # Annotated as text there, although it returns the texts and the spans.
-            texts, spans = render_jinja_template(  # type: ignore[str-unpack]
+            rendered: Any = render_jinja_template(
                 conversations=[list(conversation.messages)],
                 tools=tools,
                 chat_template=self.tokenizer.get_chat_template(None, tools),
@@ -85,6 +85,7 @@ class ChatTemplate:
             )
         except _RENDER_ERRORS as error:
             raise RowFault("the chat template cannot render the row", str(error).strip() or repr(error)) from error
+        texts, spans = rendered
         return texts[0], [(start, end) for start, end in spans[0]] if marked else []
 
 

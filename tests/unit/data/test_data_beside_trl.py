@@ -58,6 +58,7 @@ def labels_of(row: Any, tokenizer: Any) -> list[int]:
     return [IGNORED, *batch.targets[0].tolist()[:-1]]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
     ("rows", "template", "ours", "theirs"),
     [

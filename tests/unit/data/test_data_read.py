@@ -159,6 +159,8 @@ def test_naming_rows_twice_or_not_at_all_is_refused(write_lines: WriteLines, ref
     path = write_lines([chat(0)])
     assert "both name the training rows" in refusal(dataset_name=path, datasets=[path])
     assert "no rows to train on" in refusal()
+    assert "rows: []" in refusal([])
+    assert "rows row 1: not an object: the row is str" in refusal(["hello"])
 
 
 def test_missing_file_names_its_neighbours(write_lines: WriteLines, refusal: Callable[..., str]) -> None:
@@ -257,7 +259,7 @@ def test_cut_line_and_blank_line_are_told_by_their_line(write_lines: WriteLines,
     lines[4] = ""
     path = write_lines(lines)
     text = refusal(dataset_name=path)
-    assert f"{path}:4: broken JSON" in text
+    assert f"{path}:4: broken JSON: Expecting property name enclosed in double quotes at column 31" in text
     assert "1 of 9 training rows" in text
     assert f"{path}:5" not in text
 
@@ -287,6 +289,8 @@ def test_byte_order_mark_windows_line_ends_and_a_missing_last_line_end_are_accep
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(json.dumps(row) for row in rows).encode())
     assert list(prepared(dataset_name=str(path)).train) == list(prepared(rows).train)
+    path.write_bytes(b"\xef\xbb\xbf\n" + json.dumps(rows[0]).encode())
+    assert list(prepared(dataset_name=str(path)).train) == list(prepared(rows[:1]).train)
 
 
 def test_half_written_last_line_says_so(tmp_path: Path, refusal: Callable[..., str]) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from halo_core.config import RunConfig
 from halo_core.data import collate, pad_id_of, prepare
 from halo_core.data.examples import RowFault
+from halo_core.data.places import places_of
 from halo_core.data.spans import NOTE_NO_TURN_END, NOTE_REWRITTEN, NOTE_UNMARKED, assistant_supervision
 from halo_core.data.template import Conversation, chat_template_of
 from halo_core.errors import Refused
@@ -377,6 +378,54 @@ def test_template_that_writes_one_text_for_everyone_never_learns_all_of_it(with_
     marked = "{% generation %}" + template + "{% endgeneration %}"
     assert "would be learnt" in refusal(with_template(marked), [user(""), user("q"), assistant("Answer")])
     assert "all of the row would be learnt" in refusal(with_template(marked), [user(""), assistant("Answer")])
+
+
+def test_turn_whose_end_cannot_be_told_is_refused(with_template: WithTemplate) -> None:
+    """A space follows a turn only where another turn does: nothing says whether it ends the one or opens the other."""
+    template = (
+        "{%- for message in messages -%}{{ message.role | upper }} {{ message.content }}"
+        "{%- if not loop.last %} {% endif %}{%- endfor -%}{%- if add_generation_prompt %} ASSISTANT {% endif %}"
+    )
+    assert "where message 1 ends" in refusal(with_template(template), NO_SYSTEM)
+    assert learnt(with_template(template), NO_SYSTEM[:2]) == [" Call open."]
+
+
+def test_first_letter_of_an_answer_is_learnt_where_the_generation_prompt_opens_a_reasoning_block(
+    with_template: WithTemplate,
+) -> None:
+    """`<think>`, which the generation prompt writes, and `<b>`, which the answer begins with, share a letter."""
+    messages = [user("First?"), assistant("<b>One.</b>"), user("Second?"), assistant("Two.")]
+    assert learnt(with_template("qwen3_5_think"), messages)[0] == "<b>One.</b><|im_end|>\n"
+
+
+def test_place_of_a_content_is_exact_or_unknown() -> None:
+    messages = [user("  one "), assistant("two"), user("")]
+
+    def joined(given: tuple[Message, ...]) -> str:
+        return "|".join(message["content"].strip() for message in given)
+
+    def counted(given: tuple[Message, ...]) -> str:
+        return "|".join(f"{len(message['content'])}{message['content']}" for message in given)
+
+    def doubled(given: tuple[Message, ...]) -> str:
+        return "|".join(message["content"] * 2 for message in given)
+
+    def places(render: Callable[[tuple[Message, ...]], str]) -> list[tuple[int | None, int | None]]:
+        return [(place.start, place.end) for place in places_of(messages, render(tuple(messages)), render)]
+
+    assert places(joined) == [(0, 3), (4, 7), (None, None)]
+    assert places(counted) == [(None, None)] * 3
+    assert places(doubled) == [(None, None)] * 3
+
+
+def test_field_without_a_value_is_a_field_that_is_not_there(with_template: WithTemplate) -> None:
+    template = (
+        HEADER + "{% if message.name is defined %}{{ message.name }}: {% endif %}{{ message.content }}<|im_end|>\n"
+    )
+    tokenizer = with_template(template + PROMPT)
+    messages = [{**message, "name": None} for message in NO_SYSTEM]
+    row = prepare(RunConfig(), tokenizer, rows=[{"messages": messages}]).train[0]
+    assert row.input_ids == tokenizer.apply_chat_template(NO_SYSTEM, return_dict=True)["input_ids"]
 
 
 def test_words_of_a_template_that_refuses_a_row_are_passed_on(with_template: WithTemplate) -> None:

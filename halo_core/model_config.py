@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halo_core import hub
 from halo_core.config import RunConfig
 from halo_core.errors import Problem
 from halo_core.plugins import fault_text, near_text
@@ -182,11 +183,12 @@ def _from_cache(name: str, revision: str | None) -> Path | None:
 
 
 def _from_hub(name: str, revision: str | None) -> ModelConfig | Problem:
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+    obstacle = hub.obstacle()
+    if obstacle is not None:
         return _problem(
             name,
-            "it is neither a folder here nor in the local hub cache, and HF_HUB_OFFLINE forbids asking the hub",
-            "download it first, or unset HF_HUB_OFFLINE",
+            f"it is neither a folder here nor in the local hub cache, and {obstacle}",
+            "give a local folder, or download it first on a machine that reaches the hub",
         )
     from huggingface_hub import hf_hub_download
 

@@ -14,7 +14,7 @@ FAMILIES = ROOT / "halo_families"
 
 LAYERS = (
     {"verdict", "family", "hookspecs", "errors"},
-    {"plugins", "registry", "config", "plan", "support", "arithmetic", "model_config"},
+    {"plugins", "registry", "config", "plan", "support", "arithmetic", "model_config", "hub"},
     {"kernels", "runtime"},
     {"data", "methods", "optim", "expert_parallel", "context_parallel", "attention", "balancing", "sharding"},
     {"models", "checkpoint", "trainer"},

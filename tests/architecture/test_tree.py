@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "halo_core"
 DOCUMENTED = (
     "verdict.py", "family.py", "hookspecs.py", "errors.py", "plugins.py", "registry.py", "plan.py", "support.py",
-    "arithmetic.py", "model_config.py", "__init__.py", "config",
+    "arithmetic.py", "model_config.py", "hub.py", "__init__.py", "config",
 )
 
 # Split in two, so that this file does not name what it looks for.

@@ -204,7 +204,10 @@ def what_next(folder: Path, picture: Path | None) -> str:
     for command, meaning in (
         (f'sample {folder} "Sort these numbers: 8 3 5 1"', "ask it something"),
         ("train examples/quickstart.yaml family=qwen3", "another family on the same rows"),
-        ("train examples/quickstart.yaml dataset_name=YOUR.jsonl max_length=512", 'your rows: {"messages": [...]} on each line'),
+        (
+            "train examples/quickstart.yaml dataset_name=YOUR.jsonl max_length=512",
+            'your rows, a line of {"messages": [...]} each',
+        ),
         ("matrix", "what runs with what, and why not"),
     ):
         lines += [f"  {meaning}:", f"    .venv/bin/halo {command}"]

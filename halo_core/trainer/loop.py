@@ -182,6 +182,7 @@ class _Run:
         self.best = best_so_far.recalled(record, (self.folder.path, source))
         self.evaluated_step = checkpoint.progress["evaluated_step"]
         self.newest = checkpoint.path
+        self.rotate()  # a run killed between a save and its rotation left one too many
         resume.load_random(checkpoint)
         notes = [*checkpoint.skipped, f"going on from {checkpoint.path} after step {checkpoint.step}"]
         notes += [f"a later checkpoint was set aside as {path.name}" for path in moved]
@@ -245,7 +246,11 @@ class _Run:
         progress = {"best": best_so_far.recorded(self.best), "evaluated_step": self.evaluated_step}
         self.newest = save(self.folder.path, step=step, model=self.model, optimizer=self.optimizer, progress=progress,
                            identity=self.identity)
-        kept = [self.newest] if self.best is None else [self.newest, self.best.checkpoint]
+        self.rotate()
+
+    def rotate(self) -> None:
+        """Delete checkpoints beyond `save_total_limit`; the newest and the best stay."""
+        kept = [each for each in (self.newest, self.best and self.best.checkpoint) if each is not None]
         rotation.rotate(self.folder.path, limit=self.config.save_total_limit, keep=kept)
 
     def _value(self) -> float:

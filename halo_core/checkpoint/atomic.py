@@ -200,6 +200,6 @@ def _checksum(path: Path) -> int:
 
 def _no_space(folder: Path, needed: int, free: int) -> dict[str, str]:
     return {
-        "what": f"a checkpoint needs {needed} bytes and {folder} has {free} bytes free",
+        "what": f"a checkpoint needs {needed + _MARGIN} bytes and {folder} has {free} bytes free",
         "remedy": "free some space, or lower save_total_limit, or move the run to another output_dir, then resume",
     }

@@ -250,7 +250,8 @@ class _Run:
 
     def rotate(self) -> None:
         """Delete checkpoints beyond `save_total_limit`; the newest and the best stay."""
-        kept = [each for each in (self.newest, self.best and self.best.checkpoint) if each is not None]
+        kept = [] if self.newest is None else [self.newest]
+        kept += [] if self.best is None else [self.best.checkpoint]
         rotation.rotate(self.folder.path, limit=self.config.save_total_limit, keep=kept)
 
     def _value(self) -> float:

@@ -112,8 +112,8 @@ def train(
             environment=environment,
         )
         say(
-            f"training {plan.architecture} on {resolved.device_name}: {steps} steps of at most {plan.rows_per_step} rows, "
-            f"{runtime.dtype_name(resolved.dtype)}, attention {resolved.attention}, experts {resolved.experts}"
+            f"training {plan.architecture} on {resolved.device_name}: {steps} steps of at most {plan.rows_per_step} "
+            f"rows, {runtime.dtype_name(resolved.dtype)}, attention {resolved.attention}, experts {resolved.experts}"
         )
         logging_steps = build_policy(config, total=steps, steps_per_epoch=order.steps_per_epoch).logging_steps
         reporters = [progress.choose(Console(), logging_steps)]

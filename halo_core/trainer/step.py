@@ -96,7 +96,8 @@ def summed_denominators(method: Method, batches: Sequence[TokenBatch]) -> dict[s
     if not any(totals.values()):
         rows = [row for batch in batches for row in batch.row_ids]
         raise StepFault(
-            what=f"none of the {len(rows)} rows of this step has a supervised token (the first is row {rows[0]})",
+            what=f"none of the {len(rows)} rows of this step has a supervised token (the first is row {rows[0]}, the "
+            f"longest has {max(batch.targets.shape[1] for batch in batches)} tokens)",
             remedy="raise max_length, or set overlong: drop, or check which turns are supervised",
         )
     return dict(totals)

@@ -136,7 +136,7 @@ def test_disk_that_fills_up_in_the_middle_of_a_file_is_told_the_same_way(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(atomic.SaveFailed, match=r"a checkpoint needs 4 bytes and .* bytes free"):
+    with pytest.raises(atomic.SaveFailed, match=r"a checkpoint needs 1048580 bytes and .* has \d+ bytes free"):
         write(tmp_path / "checkpoint-2")
     monkeypatch.undo()
     assert atomic.checkpoints(tmp_path) == [folder] and not list(tmp_path.glob("*.partial"))

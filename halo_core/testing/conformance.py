@@ -10,7 +10,8 @@ Not for facts about classes and keys, which have tests of their own. An author o
     def test_family_keeps_its_word(tmp_path: Path) -> None:
         prove_family("mosaic", tmp_path)
 
-and, to see each cell as a test of its own, parametrises over `Suite.of("mosaic", folder).cells`.
+and, to see each cell as a test of its own, parametrises one over `supported_cells` and `unsupported_cells` of
+`halo_core.testing.cells`, and calls `Suite.prove` with a `Suite.of("mosaic", folder)` made once per session.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ class RunPlan:
     degrees: Degrees
     attention: str
     experts_kernel: str
+    head_kernel: str
     plugins: tuple[tuple[str, str], ...]
     tokens_per_step: int | None
     rows_per_step: int
@@ -132,6 +133,7 @@ def build(
         degrees=degrees,
         attention=attention,
         experts_kernel=_experts_kernel(config, architecture),
+        head_kernel=str((config.kernels or {}).get("head", support.KERNELS["head"][0])),
         plugins=registry.plugins.versions,
         rows_per_step=_rows_per_step(config, degrees),
         tokens_per_step=config.max_length * _rows_per_step(config, degrees) if config.max_length else None,

@@ -23,6 +23,7 @@ import torch
 from halo_core.errors import Problem, Refused
 from halo_core.kernels.experts import choice
 from halo_core.kernels.experts.weights import ExpertsKernel
+from halo_core.kernels.head import HeadKernel, chunked, reference
 from halo_core.plan import Checked
 from halo_core.registry import Architecture, size, text_config
 
@@ -56,6 +57,11 @@ class ResolvedPlan:
         """Return the experts kernel, or None for a model without experts."""
         # Without dispatch to other ranks every id names an expert of this one.
         return None if self.experts == "none" else choice.kernel(self.experts, may_skip=False)
+
+    @property
+    def head_kernel(self) -> HeadKernel:
+        """Return the head kernel."""
+        return {"chunked": chunked.log_probabilities, "reference": reference.log_probabilities}[self.head]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
@@ -98,7 +104,7 @@ def resolve(checked: Checked, model_config: Mapping[str, Any] | None = None) -> 
         attention=plan.attention,
         experts=experts,
         experts_reason=reason,
-        head="reference",
+        head=plan.head_kernel,
         versions=MappingProxyType({name: found for name in VERSIONED if (found := _version(name))}),
         notes=notes,
     )

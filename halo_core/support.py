@@ -126,8 +126,10 @@ PARALLEL_SETS: frozenset[frozenset[str]] = frozenset(
 )
 """Which parallel axes may be larger than one together; sharding and replicas go with each of them."""
 
-KERNELS: Mapping[str, tuple[str, ...]] = MappingProxyType({"experts": ("grouped", "reference"), "head": ("reference",)})
-"""Kernel names that `kernels:` can switch, and what each can be."""
+KERNELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"experts": ("grouped", "reference"), "head": ("chunked", "reference")}
+)
+"""Kernel names that `kernels:` can switch, and what each can be; the first is what runs unasked."""
 
 
 @dataclass(frozen=True, kw_only=True)

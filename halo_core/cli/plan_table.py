@@ -65,7 +65,7 @@ def print_plan(checked: Checked) -> None:
         f"processes: {degrees.world} = replicate {degrees.replicate} x shard {degrees.shard} x cp {degrees.cp} "
         f"x ep {degrees.ep} x etp {degrees.etp}"
     )
-    print(f"kernels:   attention {plan.attention}, experts {plan.experts_kernel}, head reference")
+    print(f"kernels:   attention {plan.attention}, experts {plan.experts_kernel}, head {plan.head_kernel}")
     print(f"plugins:   {', '.join(f'{name} {version}' for name, version in plan.plugins)}")
     print(f"digest:    {plan.digest()}")
     for note in plan.notes:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from halo_core.kernels.head.reference import log_probabilities
+from halo_core.kernels.head import HeadKernel, chunked
 from halo_core.registry import Architecture
 
 
@@ -63,8 +63,11 @@ def padding_mask(segment_ids: Tensor) -> Tensor | None:
 class Head:
     """The model's output head: hidden states and targets in, log-probabilities of the targets out."""
 
-    def __init__(self, model: PreTrainedModel, architecture: Architecture) -> None:
+    def __init__(
+        self, model: PreTrainedModel, architecture: Architecture, kernel: HeadKernel = chunked.log_probabilities
+    ) -> None:
         name = architecture.spec.head.softcap
+        self._kernel = kernel
         self._output = model.get_output_embeddings()
         self._softcap: float | None = None if name is None else getattr(model.config, name)
         if getattr(self._output, "bias", None) is not None:
@@ -75,7 +78,7 @@ class Head:
 
         The weight is read at each call: it may be tied, sharded or replaced.
         """
-        rows = log_probabilities(
+        rows = self._kernel(
             hidden.reshape(-1, hidden.shape[-1]), self._output.weight, targets.reshape(-1), self._softcap
         )
         return rows.view(targets.shape)

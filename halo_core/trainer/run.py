@@ -130,7 +130,7 @@ def train(
         result = fit(
             model=model,
             model_hidden=_checked_once(model) if architecture.spec.is_moe else last_hidden,
-            head=Head(model, architecture),
+            head=Head(model, architecture, resolved.head_kernel),
             method=Sft(collate_rows=collate),
             rows=prepared.train,
             evaluation=prepared.evaluation,

@@ -15,7 +15,7 @@ FAMILIES = ROOT / "halo_families"
 LAYERS = (
     {"verdict", "family", "hookspecs", "errors"},
     {"plugins", "registry", "config", "plan", "support", "arithmetic", "model_config", "hub"},
-    {"kernels", "runtime"},
+    {"kernels", "runtime", "topology"},
     {"data", "methods", "optim", "expert_parallel", "context_parallel", "attention", "balancing", "sharding"},
     {"models", "checkpoint", "trainer"},
     # "__init__" is the Python API: it sits on top of everything, and nothing below may use it.

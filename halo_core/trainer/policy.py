@@ -57,14 +57,19 @@ def build_policy(config: RunConfig, *, total: int, steps_per_epoch: int) -> Poli
         return math.ceil(total * value) if value < 1 else int(value)
 
     logging_steps = steps(config.logging_steps)
+    eval_steps = steps(config.eval_steps) if config.eval_steps else logging_steps
+    save_steps = steps(config.save_steps)
+    if _saves_where_it_evaluates(config):
+        # Two shares, each rounded up by itself, need not stay multiples: 0.1 and 0.3 of 15 steps are 2 and 5.
+        save_steps = eval_steps * round(config.save_steps / (config.eval_steps or config.logging_steps))
     return Policy(
         total_steps=total,
         steps_per_epoch=steps_per_epoch,
         logging_steps=logging_steps,
         eval_strategy=str(config.eval_strategy),
-        eval_steps=steps(config.eval_steps) if config.eval_steps else logging_steps,
+        eval_steps=eval_steps,
         save_strategy=str(config.save_strategy),
-        save_steps=steps(config.save_steps),
+        save_steps=save_steps,
     )
 
 
@@ -82,6 +87,11 @@ def tracks_best(config: RunConfig) -> bool:
     return bool(config.load_best_model_at_end) or str(config.save_strategy) == "best"
 
 
+def _saves_where_it_evaluates(config: RunConfig) -> bool:
+    """Return whether each save, by its step, has to fall on an evaluation."""
+    return tracks_best(config) and str(config.eval_strategy) == str(config.save_strategy) == "steps"
+
+
 def check(config: RunConfig) -> tuple[Problem, ...]:
     """Return what stands in the way of choosing the best checkpoint as asked."""
     if not tracks_best(config):
@@ -96,7 +106,13 @@ def check(config: RunConfig) -> tuple[Problem, ...]:
     if name not in METRICS:
         problems.append(Problem(key="metric_for_best_model", value=config.metric_for_best_model,
                                 why="no evaluation measures it", remedy=f"use one of {', '.join(METRICS)}"))
-    if str(config.eval_strategy) == "steps" and str(config.save_strategy) == "steps":
+    evaluates, saves = str(config.eval_strategy), str(config.save_strategy)
+    if evaluates != "no" and saves not in ("best", evaluates):
+        problems.append(Problem(key="save_strategy", value=saves,
+                                why="the best checkpoint needs an evaluation at each save, and eval_strategy is "
+                                    f"{evaluates}",
+                                remedy=f"set save_strategy: {evaluates}, or best"))
+    if _saves_where_it_evaluates(config):
         every = config.eval_steps or config.logging_steps
         times = config.save_steps / every
         mixed = (config.save_steps < 1) != (every < 1)

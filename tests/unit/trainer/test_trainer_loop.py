@@ -172,6 +172,8 @@ def test_best_is_remembered_over_a_resume(small: Any, tmp_path: Path, monkeypatc
       "save_steps": 6}, "save_steps"),
     ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 0.1, "save_strategy": "steps",
       "save_steps": 6}, "save_steps"),
+    *[({"load_best_model_at_end": True, "eval_strategy": evaluates, "save_strategy": saves}, "save_strategy")
+      for evaluates, saves in (("epoch", "no"), ("steps", "no"), ("epoch", "steps"), ("steps", "epoch"))],
 ])
 def test_best_that_cannot_be_told_is_a_problem(small: Any, settings: dict[str, Any], key: str) -> None:
     assert [problem.key for problem in policy.check(small.settings(**settings))] == [key]
@@ -182,6 +184,16 @@ def test_best_that_can_be_told_is_none(small: Any) -> None:
     assert policy.check(small.settings(load_best_model_at_end=True, eval_strategy="steps", eval_steps=0.1,
                                        save_strategy="steps", save_steps=0.3)) == ()
     assert policy.check(small.settings(save_strategy="best", eval_strategy="epoch", metric_for_best_model="loss")) == ()
+
+
+@pytest.mark.parametrize("total", [1, 7, 15, 31, 100])
+def test_shares_of_a_run_keep_an_evaluation_at_each_save(small: Any, total: int) -> None:
+    config = small.settings(load_best_model_at_end=True, eval_strategy="steps", eval_steps=0.1,
+                            save_strategy="steps", save_steps=0.3)
+    built = policy.build_policy(config, total=total, steps_per_epoch=5)
+    due = [built.due(step) for step in range(1, total + 1)]
+    assert any(point.save for point in due)
+    assert all(point.evaluate for point in due if point.save)
 
 
 def test_loss_that_is_not_finite_stops_with_step_name_and_last_checkpoint(small: Any, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def build(ready: Checked, case: Case, experts: ExpertsKernel | None = None) -> P
     )
     load_weights(model, case.folder, case.architecture)
     if "gradient_checkpointing" in ready.plan.features:
-        enable_recompute(model)
+        enable_recompute(model, routes=case.architecture.spec.is_moe)
     return model
 
 

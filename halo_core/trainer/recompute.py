@@ -12,52 +12,58 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+_TOP_K = (torch.topk, torch.Tensor.topk)
 
-class _Record(TorchDispatchMode):
-    """Keeps the indices of every top-k."""
 
-    def __init__(self, chosen: deque[Tensor]) -> None:
+class _Choices(TorchFunctionMode):
+    """Answers every top-k by its indices and the scores at them: kept ones when there are some, else fresh ones.
+
+    Both passes gather, so that they save the same tensors for backward. A mode over torch's functions, not over its
+    operators: that one would call Python for every kernel of the layer, which here doubled the cost of recomputing.
+    """
+
+    def __init__(self, chosen: deque[Tensor], *, replays: bool) -> None:
         super().__init__()
         self.chosen = chosen
+        self.replays = replays
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.topk.default:
-            self.chosen.append(result[1].clone())
-        return result
+        kwargs = kwargs or {}
+        if func not in _TOP_K:
+            return func(*args, **kwargs)
+        if self.replays:
+            indices = self.chosen.popleft()
+        else:
+            with torch.no_grad():
+                indices = func(*args, **kwargs).indices
+            self.chosen.append(indices)
+        scores, dim = _scores_and_dim(*args, **kwargs)
+        return torch.return_types.topk((scores.gather(dim, indices), indices))
 
 
-class _Replay(TorchDispatchMode):
-    """Answers every top-k with the kept indices and the fresh scores at them."""
-
-    def __init__(self, chosen: deque[Tensor]) -> None:
-        super().__init__()
-        self.chosen = chosen
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),
-                           kwargs: Mapping[str, Any] | None = None) -> Any:
-        if func is not torch.ops.aten.topk.default:
-            return func(*args, **(kwargs or {}))
-        indices = self.chosen.popleft()
-        dim = args[2] if len(args) > 2 else -1
-        return args[0].gather(dim, indices), indices
+def _scores_and_dim(input: Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> tuple[Tensor, int]:
+    """Return what of top-k's arguments, by torch's own names, a gather needs."""
+    return input, dim
 
 
-def replayed_choices() -> tuple[_Record, _Replay]:
+def replayed_choices() -> tuple[_Choices, _Choices]:
     """Return the pair of modes for one layer: first pass, recomputation."""
     chosen: deque[Tensor] = deque()
-    return _Record(chosen), _Replay(chosen)
+    return _Choices(chosen, replays=False), _Choices(chosen, replays=True)
 
 
-def enable_recompute(model: PreTrainedModel) -> None:
-    """Recompute every layer of `model` in backward, without reentrant autograd, with routing replayed.
+def enable_recompute(model: PreTrainedModel, *, routes: bool) -> None:
+    """Recompute every layer of `model` in backward, without reentrant autograd.
+
+    routes: whether layers route tokens to experts, by a top-k to be replayed.
 
     Gradients are the same bits as without it.
     """
-    model.activation_checkpointing_enable(
-        activation_checkpointing_kwargs={"use_reentrant": False, "context_fn": replayed_choices}
-    )
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if routes:
+        settings["context_fn"] = replayed_choices
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)

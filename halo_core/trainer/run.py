@@ -188,7 +188,7 @@ def _model(
     checked.registry.plugins.call("halo_model_ready", family=architecture.family, plan=checked.plan, model=model)
     load_weights(model, folder, architecture, device=resolved.device)
     if checked.config.gradient_checkpointing:
-        enable_recompute(model)
+        enable_recompute(model, routes=architecture.spec.is_moe)
     return model
 
 

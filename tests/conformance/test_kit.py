@@ -151,7 +151,7 @@ def test_mean_of_means_over_micro_batches_is_seen(suite: Suite, monkeypatch: pyt
 
 
 def test_recomputation_that_does_not_happen_is_seen(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "enable_recompute", lambda model: None)
+    monkeypatch.setattr(product, "enable_recompute", lambda model, **_: None)
     with pytest.raises(AssertionError, match="nothing is recomputed"):
         PROOFS["gradient_checkpointing"](suite.registry, suite.cases["qwen3"])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halo_core import registry
-from halo_core.trainer.recompute import enable_recompute
+from halo_core.trainer.recompute import enable_recompute, replayed_choices
 
 ARCHITECTURES = {architecture.name: architecture for architecture in registry.load().architectures()}
 MOE = sorted(name for name, architecture in ARCHITECTURES.items() if architecture.spec.is_moe)
@@ -29,12 +29,35 @@ def test_gradients_are_the_same_bits(name: str, text_class_model: Any) -> None:
     calls: list[int] = []
     layer = next(m for m in model.modules() if type(m).__name__ == ARCHITECTURES[name].spec.decoder_layer)
     next(layer.children()).register_forward_pre_hook(lambda *_: calls.append(1))
-    enable_recompute(model)
+    enable_recompute(model, routes=ARCHITECTURES[name].spec.is_moe)
     recomputed = gradients(model)
     assert len(calls) == 2, "the layer was computed again"
     assert plain.keys() == recomputed.keys()
     for key in plain:
         assert torch.equal(plain[key], recomputed[key]), key
+
+
+def test_every_spelling_of_top_k_is_replayed_in_order_with_fresh_scores_and_gradients() -> None:
+    first = torch.tensor([[1.0, 4.0, 2.0, 3.0], [8.0, 5.0, 7.0, 6.0]])
+    second = (-first).requires_grad_()
+
+    def choose(scores: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.topk(scores, 2), scores.topk(3, dim=-1), torch.topk(input=scores, k=1, dim=0),
+                 scores.topk(2, 1, False), torch.topk(scores, 2, sorted=False)]
+        assert all(values is pair.values and indices is pair.indices for pair in found for values, indices in [pair])
+        return [tensor for pair in found for tensor in pair]
+
+    expected = choose(first)
+    keeping, replaying = replayed_choices()
+    with keeping:
+        kept = choose(first)
+    with replaying:
+        again = choose(second)
+    assert all(torch.equal(*pair) for pair in zip(kept, expected, strict=True)), "the first pass is torch's own"
+    assert all(torch.equal(*pair) for pair in zip(again[1::2], expected[1::2], strict=True))
+    assert all(torch.equal(*pair) for pair in zip(again[::2], [-scores for scores in expected[::2]], strict=True))
+    again[0].sum().backward()
+    assert torch.equal(second.grad, torch.tensor([[0.0, 1.0, 0.0, 1.0], [1.0, 0.0, 1.0, 0.0]]))
 
 
 def chosen_experts(name: str, text_class_model: Any, *, replay: bool) -> list[bool]:
@@ -55,7 +78,7 @@ def chosen_experts(name: str, text_class_model: Any, *, replay: bool) -> list[bo
 
         module.register_forward_pre_hook(noisy)
     if replay:
-        enable_recompute(model)
+        enable_recompute(model, routes=True)
     else:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     gradients(model)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # distributed tensors and checkpoints import it at their first use: once here, not once a rank
 import torch.distributed as dist
 
 TIMEOUT = 120.0

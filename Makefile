@@ -14,7 +14,7 @@ READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart test lint types docs clean
+.PHONY: help quickstart test lint types docs docs-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -41,12 +41,13 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# Writes the pages that are made from the code.
+# Writes the pages and the pasted outputs that are made from the code.
 docs: $(READY)
-	$(BIN)/python -m halo_core.config.describe > docs/configuration.md.new
-	mv docs/configuration.md.new docs/configuration.md
-	HALO_PLUGINS=gpt_oss,qwen3,qwen3_5,gemma4,lfm2 $(BIN)/halo matrix --markdown > docs/support-matrix.md.new
-	mv docs/support-matrix.md.new docs/support-matrix.md
+	$(BIN)/python docs/generate.py
+
+# Names those that are out of date, as the tests do.
+docs-check: $(READY)
+	$(BIN)/python docs/generate.py --check
 
 clean:
 	rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,9 +26,7 @@ from halo_core.kernels.head import HeadKernel, chunked, reference
 from halo_core.plan import Checked
 from halo_core.registry import Architecture, size, text_config
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-)
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
 VERSIONED = ("halo-moe", "torch", "transformers", "safetensors", "datasets", "huggingface_hub")
 
 
@@ -136,15 +133,6 @@ def dtype_of(asked: str, model_config: Mapping[str, Any], architecture: Architec
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name that configurations use for a dtype."""
     return str(dtype).removeprefix("torch.")
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python's, numpy's and torch's global generators, on every device. The seed is taken below 2^32."""
-    import numpy
-
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def _device() -> torch.device:

@@ -52,10 +52,11 @@ def padding_mask(segment_ids: Tensor) -> Tensor | None:
     None, and not ones: only without a mask does transformers take its fast paths. A row of nothing but padding
     counts as real: attention over no token at all is not a number, and nobody reads that row.
     """
-    if int(segment_ids.max()) > 1:
-        raise NotImplementedError("several documents in one row need masks of their own")
     real = segment_ids != 0
-    if bool(real.all()):
+    has_several, is_full = torch.stack([(segment_ids > 1).any(), real.all()]).tolist()  # one wait for the device
+    if has_several:
+        raise NotImplementedError("several documents in one row need masks of their own")
+    if is_full:
         return None
     return (real | ~real.any(dim=1, keepdim=True)).long()
 

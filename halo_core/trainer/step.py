@@ -65,7 +65,7 @@ def run_step(
             loss += part.detach()
     found = gradients.gathered(parameters, sums)
     norm = gradients.global_norm(found).to(device)
-    loss_value, norm_value = torch.stack([loss, norm.to(loss.dtype)]).tolist()  # the step's one wait for the device
+    loss_value, norm_value = torch.stack([loss, norm.to(loss.dtype)]).tolist()  # waits for the device, once for both
     if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
         fault = _not_finite(parameters, found, loss_value)
         optimizer.zero_grad(set_to_none=True)

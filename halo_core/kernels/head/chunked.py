@@ -32,9 +32,11 @@ def log_probabilities(
     """
     rows_per_chunk = max(1, chunk_bytes // (4 * weight.shape[0]))
     rows = torch.nonzero(targets != ignored).squeeze(-1)  # [N]
+    chosen: Tensor
     if len(rows) <= rows_per_chunk:
-        return reference.log_probabilities(hidden, weight, targets, softcap, ignored)
-    chosen: Tensor = _Chunked.apply(hidden[rows], weight, targets[rows], softcap, rows_per_chunk)
+        chosen = reference.of_supervised(hidden[rows], weight, targets[rows], softcap)
+    else:
+        chosen = _Chunked.apply(hidden[rows], weight, targets[rows], softcap, rows_per_chunk)
     return torch.zeros(targets.shape, dtype=chosen.dtype, device=hidden.device).index_put((rows,), chosen)
 
 
@@ -45,7 +47,7 @@ class _Chunked(torch.autograd.Function):
     ) -> Tensor:
         chosen, normalisers = [], []
         for rows, ids in zip(hidden.split(rows_per_chunk), targets.split(rows_per_chunk), strict=True):
-            logits = _logits(rows, weight, softcap)
+            logits = reference.capped_logits(rows, weight, softcap)
             normalisers.append(logits.logsumexp(dim=-1))
             chosen.append(logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - normalisers[-1])
         context.save_for_backward(hidden, weight, targets, torch.cat(normalisers))
@@ -60,7 +62,7 @@ class _Chunked(torch.autograd.Function):
         to_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         chunks = (tensor.split(size) for tensor in (hidden, targets, normaliser, gradient))
         for rows, ids, logsumexp, upstream in zip(*chunks, strict=True):
-            logits = _logits(rows, weight, context.softcap)
+            logits = reference.capped_logits(rows, weight, context.softcap)
             # d log p(target) / d logits = one-hot(target) - softmax
             slope = torch.exp(logits - logsumexp.unsqueeze(-1)).neg_().mul_(upstream.unsqueeze(-1))
             slope.scatter_add_(-1, ids.unsqueeze(-1), upstream.unsqueeze(-1))
@@ -78,9 +80,3 @@ class _Chunked(torch.autograd.Function):
             None,
             None,
         )
-
-
-def _logits(rows: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
-    logits = rows @ weight.T
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -23,10 +23,19 @@ def log_probabilities(
 
     With no supervised row at all the result is zeros that still depend on `hidden` and `weight`.
     """
-    rows = torch.nonzero(targets != ignored).squeeze(-1)  # [N]
-    logits = hidden[rows] @ weight.T  # [N, V]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    chosen = logits.gather(-1, targets[rows].unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)  # [N]
+    rows = torch.nonzero(targets != ignored).squeeze(-1)  # [N], for which the device is waited for
+    chosen = of_supervised(hidden[rows], weight, targets[rows], softcap)
     return torch.zeros(targets.shape, dtype=chosen.dtype, device=hidden.device).index_put((rows,), chosen)
+
+
+def of_supervised(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
+    """Return log p(target) of rows that all have a target: hidden [N, H], targets [N], result [N]."""
+    logits = capped_logits(hidden, weight, softcap)
+    return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
+
+
+def capped_logits(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
+    """Return the logits [N, V] of hidden [N, H], multiplied in its dtype, then at least fp32."""
+    logits = hidden @ weight.T
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)

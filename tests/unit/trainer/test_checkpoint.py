@@ -174,6 +174,19 @@ def test_random_state_of_every_generator_comes_back(tmp_path: Path) -> None:
     assert draw() == first
 
 
+def test_seeding_reaches_every_generator() -> None:
+    import random
+
+    import numpy as np
+
+    draws = []
+    for seed in (5, 5, 6):
+        randomness.seed_all(seed)
+        draws.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+    assert draws[0] == draws[1]
+    assert all(one != other for one, other in zip(draws[1], draws[2], strict=True))
+
+
 def test_checkpoint_holds_no_pickle(small: Any, tmp_path: Path) -> None:
     small.run(tmp_path, raises=True, max_steps=1, **EVERY_STEP)
     names = sorted(path.name for path in (tmp_path / "checkpoint-1").iterdir())

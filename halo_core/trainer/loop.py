@@ -177,10 +177,11 @@ class _Run:
         resume.load_optimizer(checkpoint, self.model, self.optimizer)
         source = checkpoint.path.parent
         moved = atomic.set_aside(self.folder.path, after=checkpoint.step)
-        metrics.carry_over(source / metrics.FILE_NAME, self.folder.metrics, checkpoint.step)
+        self.evaluated_step = checkpoint.progress["evaluated_step"]
+        metrics.carry_over(source / metrics.FILE_NAME, self.folder.metrics, checkpoint.step,
+                           evaluated=self.evaluated_step == checkpoint.step)
         record = checkpoint.progress["best"]
         self.best = best_so_far.recalled(record, (self.folder.path, source))
-        self.evaluated_step = checkpoint.progress["evaluated_step"]
         self.newest = checkpoint.path
         self.rotate()  # a run killed between a save and its rotation left one too many
         resume.load_random(checkpoint)

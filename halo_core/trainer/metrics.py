@@ -58,14 +58,17 @@ def rows(path: Path) -> list[dict[str, float]]:
     return found
 
 
-def carry_over(source: Path, target: Path, step: int) -> None:
+def carry_over(source: Path, target: Path, step: int, *, evaluated: bool = True) -> None:
     """Write to `target` the rows of `source` up to and including `step`; the two may be the same file.
 
-    A run that resumes at `step` repeats everything later, so later rows are cut. Without a source nothing is written.
+    A run that resumes at `step` repeats everything later, so later rows are cut. evaluated: whether the evaluation
+    of `step` came before its checkpoint; it is repeated otherwise. Without a source nothing is written.
     """
     if not source.is_file():
         return
     kept = [row for row in rows(source) if row["step"] <= step]
+    if not evaluated:
+        kept = [row for row in kept if row["step"] < step or "eval_loss" not in row]
     partial = target.with_name(target.name + ".partial")
     partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
     partial.replace(target)

@@ -53,6 +53,7 @@ class RunPlan:
     degrees: Degrees
     attention: str
     experts_kernel: str
+    balancing: str
     head_kernel: str
     plugins: tuple[tuple[str, str], ...]
     tokens_per_step: int | None
@@ -120,7 +121,8 @@ def build(
     owner, architecture, model = found
     problems += version_problems(config, owner)
     notes = list(read.notes)
-    rows, attention = _rows(read, owner, architecture, nproc, problems, notes)
+    balancing = _balancing(config, architecture, notes)
+    rows, attention = _rows(read, owner, architecture, nproc, balancing, problems, notes)
     rows += _quantised_source(model.config)
     degrees = mesh_degrees(config, architecture, model.config, nproc, problems)
     plan = RunPlan(
@@ -133,6 +135,7 @@ def build(
         degrees=degrees,
         attention=attention,
         experts_kernel=_experts_kernel(config, architecture),
+        balancing=balancing,
         head_kernel=str((config.kernels or {}).get("head", support.KERNELS["head"][0])),
         plugins=registry.plugins.versions,
         rows_per_step=_rows_per_step(config, degrees),
@@ -227,7 +230,13 @@ def _not_built(row: PlanRow) -> Problem:
 
 
 def _rows(
-    read: ConfigRead, family: Family, architecture: Architecture, nproc: int, problems: list[Problem], notes: list[str]
+    read: ConfigRead,
+    family: Family,
+    architecture: Architecture,
+    nproc: int,
+    balancing: str,
+    problems: list[Problem],
+    notes: list[str],
 ) -> tuple[list[PlanRow], str]:
     """Return the run's features with their verdicts, and the attention implementation; refusals go to `problems`."""
     config = read.config
@@ -237,6 +246,8 @@ def _rows(
     if attention is None:
         attention = "sdpa" if architecture.cell("attention:sdpa").word == "Supported" else "eager"
         asked.append((None, attention, f"attention:{attention}"))
+    if config.moe_balancing == "auto":
+        asked.append(("moe_balancing", "auto", f"balancing:{balancing}"))
     if nproc > 1:
         asked.append(("--nproc", nproc, "fsdp"))
     rows: list[PlanRow] = []
@@ -314,6 +325,16 @@ def _refusal(cell: Cell, part: Part, key: str | None, value: object) -> Problem:
 
 def _rows_per_step(config: RunConfig, degrees: Degrees) -> int:
     return config.per_device_train_batch_size * config.gradient_accumulation_steps * degrees.data_ranks
+
+
+def _balancing(config: RunConfig, architecture: Architecture, notes: list[str]) -> str:
+    """Return the balancing mode; `auto` is the one without a loss where the architecture has it, else none."""
+    if config.moe_balancing != "auto":
+        return config.moe_balancing
+    can = architecture.cell("balancing:bias_update").word == "Supported"
+    chosen = "bias_update" if can else "none"
+    notes.append(f"moe_balancing: auto is {chosen} on {architecture.name}")
+    return chosen
 
 
 def _experts_kernel(config: RunConfig, architecture: Architecture) -> str:

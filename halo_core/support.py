@@ -50,8 +50,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(
         feature="balancing:bias_update",
         what="nudge a selection bias towards equal expert load",
-        built=False,
-        instead="set moe_balancing: none",
+        built=True,
     ),
     Mechanism(
         feature="balancing:aux_loss",

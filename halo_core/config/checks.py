@@ -47,8 +47,6 @@ def remarks(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[str, str
         other, values = facts.idle_while
         if getattr(config, other) in values:
             yield name, f"has no effect while {other} is {shown(getattr(config, other))}"
-    if config.moe_balancing == "auto":
-        yield "moe_balancing", "auto is none: this version has no other balancing yet"
     if config.max_steps > 0 and "num_train_epochs" in given:
         yield "num_train_epochs", f"has no effect: max_steps: {config.max_steps} wins"
     if config.eval_strategy == "steps" and config.eval_steps is None:

@@ -283,11 +283,11 @@ class RunConfig:
         reader="models", asks=Asks(feature="fp32_router", inert=(False,)))
     moe_balancing: str = _experts(
         "none", Word(choices=("none", "auto", "aux_loss", "bias_update"), aliases={"no": "none"}), reader="plan",
-        meaning="how the load of experts is kept even; `auto` is none while no other is built",
+        meaning="how the load of experts is kept even; `auto` is bias_update where the family can, else none",
         asks=Asks(feature="balancing:{}", inert=("none", "auto")))
     router_balancing_rate: float = _experts(
         0.001, Real(low=0.0), "step of a bias update", reader="balancing",
-        idle_while=("moe_balancing", ("none", "auto", "aux_loss")))
+        idle_while=("moe_balancing", ("none", "aux_loss")))
     router_aux_loss_coef: float | None = _experts(
         None, Optional(kind=Real(low=0.0)), "weight of the auxiliary loss; null: the model's", reader="balancing")
 

@@ -22,7 +22,7 @@ calls `experts` exactly once per forward. What it sets is taken off again by `de
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -45,15 +45,21 @@ ATTACHED = "halo_sockets"
 
 @dataclass(eq=False)
 class Socket:
-    """One layer's door to the experts function, which counts how often it was opened."""
+    """One layer's door to the experts function, which counts how often it was opened.
+
+    listener: called with the expert ids [T, K] of each pass, before anything is sent or computed.
+    """
 
     path: str
     experts: ExpertsKernel
     calls: int = 0
+    listener: Callable[[Tensor], None] | None = None
 
     def __call__(self, weights: ExpertWeights, hidden: Tensor, ids: Tensor, routing: Tensor) -> Tensor:
         """Return the routed output [T, H] of this layer."""
         self.calls += 1
+        if self.listener is not None:
+            self.listener(ids)
         return self.experts(weights, hidden, ids, routing)
 
 
@@ -108,7 +114,7 @@ def attach(model: PreTrainedModel, architecture: Architecture, experts: ExpertsK
 
 def detach(model: PreTrainedModel) -> None:
     """Give `model` back as transformers made it; its weights stay what they are."""
-    sockets = _sockets(model)
+    sockets = of(model)
     for change in sockets.changes:
         held = vars(change.module)
         for name in change.added:
@@ -128,7 +134,7 @@ def check_called(model: PreTrainedModel, *, recomputed: bool = False) -> None:
     Raises:
         RuntimeError: naming the layers that were not called, or called more than once.
     """
-    sockets = _sockets(model).by_path.values()
+    sockets = of(model).by_path.values()
     wrong = [f"{s.path} ({s.calls} calls)" for s in sockets if s.calls < 1 or (s.calls > 1 and not recomputed)]
     for socket in sockets:
         socket.calls = 0
@@ -221,7 +227,12 @@ def _change(module: nn.Module, before: dict[str, Any]) -> Change:
     )
 
 
-def _sockets(model: PreTrainedModel) -> Sockets:
+def of(model: PreTrainedModel) -> Sockets:
+    """Return the sockets of an attached model.
+
+    Raises:
+        ValueError: it has none attached.
+    """
     if not hasattr(model, ATTACHED):
         raise ValueError("this model has no sockets attached")
     sockets: Sockets = getattr(model, ATTACHED)

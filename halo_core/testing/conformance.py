@@ -30,8 +30,9 @@ from halo_core import registry as facts
 from halo_core import runtime
 from halo_core.models.build import build_meta
 from halo_core.models.tiny import tiny_config
-from halo_core.registry import Architecture, Registry
+from halo_core.registry import Architecture, Registry, size
 from halo_core.support import Cell
+from halo_core.testing.balanced import balanced_by_hand, observe_balanced
 from halo_core.testing.cases import Case, make_cases
 from halo_core.testing.cells import ASKS, assert_refused, is_familys_no, supported_cells, unsupported_cells
 from halo_core.testing.compare import ABSOLUTE, REORDERED, assert_same
@@ -95,6 +96,22 @@ def prove_balancing_none(registry: Registry, case: Case) -> None:
     assert not moved, f"buffers moved without balancing: {', '.join(moved)}"
 
 
+def prove_bias_update(registry: Registry, case: Case) -> None:
+    """After each step the bias has moved by the counts that transformers' own router gives for the real tokens.
+
+    Accumulation and recomputation change nothing, and an evaluation is not counted.
+    """
+    rate, steps = 0.01, 3
+    wanted = balanced_by_hand(case, rate=rate, steps=steps)
+    for recompute in (False, True):
+        keys = {"moe_balancing": "bias_update", "router_balancing_rate": rate, "gradient_checkpointing": recompute}
+        found = observe_balanced(checked(registry, case, {**PLAIN, **keys}), case, steps=steps)
+        assert found.keys() == wanted.keys(), "other biases moved than those beside transformers' routers"
+        unequal = [name for name, bias in wanted.items() if not torch.equal(bias, found[name])]
+        assert not unequal, f"other biases than by hand (recomputation: {recompute}): {', '.join(unequal)}"
+    assert any(not torch.equal(bias, case.reference[f"weight.{name}"]) for name, bias in wanted.items())
+
+
 PROOFS: Mapping[str, Proof] = MappingProxyType(
     {
         "sft": prove_sft,
@@ -103,6 +120,7 @@ PROOFS: Mapping[str, Proof] = MappingProxyType(
         "attention:eager": prove_attention_eager,
         "attention:sdpa": prove_attention_sdpa,
         "balancing:none": prove_balancing_none,
+        "balancing:bias_update": prove_bias_update,
     }
 )
 """Every built feature that a family may answer `Supported(proof="cpu")`. A mechanism that lands without its proof here
@@ -115,6 +133,16 @@ def probe_grouped_gemm(case: Case) -> None:
     model = build_meta(case.architecture, config.to_dict(), dtype=torch.float32)
     experts = [path for path, module in model.named_modules() if hasattr(module, "_apply_gate")]
     assert not experts, f"there are experts at {', '.join(experts)}"
+
+
+def probe_selection_bias(case: Case) -> None:
+    """A model whose family says "no selection bias" stores no buffer with one entry per expert."""
+    config = tiny_config(case.architecture)
+    model = build_meta(case.architecture, config.to_dict(), dtype=torch.float32)
+    experts = size(case.architecture.spec.names.num_experts, config.to_dict())
+    stored = model.state_dict().keys()
+    biases = [n for n, buffer in model.named_buffers() if n in stored and experts and buffer.shape == (experts,)]
+    assert not biases, f"there are buffers that could balance: {', '.join(biases)}"
 
 
 def probe_attention(implementation: str) -> Callable[[Case], None]:
@@ -140,6 +168,7 @@ def probe_attention(implementation: str) -> Callable[[Case], None]:
 PROBES: Mapping[str, Callable[[Case], None]] = MappingProxyType(
     {
         "grouped_gemm": probe_grouped_gemm,
+        "balancing:bias_update": probe_selection_bias,
         "attention:sdpa": probe_attention("sdpa"),
         "attention:eager": probe_attention("eager"),
     }

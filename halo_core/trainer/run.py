@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from halo_core import runtime
+from halo_core.balancing.bias_update import BiasUpdate
 from halo_core.checkpoint import find
 from halo_core.checkpoint.atomic import SaveFailed
 from halo_core.checkpoint.export import export
@@ -26,18 +27,19 @@ from halo_core.checkpoint.identity import identity_of
 from halo_core.data.account import Account
 from halo_core.data.collate import collate
 from halo_core.data.order import StepOrder, total_steps
-from halo_core.data.prepare import pad_id_of, prepare
+from halo_core.data.prepare import prepare
 from halo_core.methods.sft import Sft
 from halo_core.model_config import TINY
 from halo_core.models import sockets, source
-from halo_core.models.build import build_meta
+from halo_core.models.build import build_meta, text_model_config
 from halo_core.models.hidden import Head, last_hidden
 from halo_core.models.load import load_weights
 from halo_core.models.tiny import write_tiny
+from halo_core.models.tokenizer import check_vocabulary, load_tokenizer, padding_id
 from halo_core.optim.build import build_optimizer
 from halo_core.optim.schedule import build_schedule
 from halo_core.plan import Checked
-from halo_core.trainer import preflight, progress, run_folder, trackers
+from halo_core.trainer import balance, preflight, progress, run_folder, trackers
 from halo_core.trainer.interrupts import Interrupts
 from halo_core.trainer.loop import FitResult, fit
 from halo_core.trainer.policy import build_policy
@@ -79,7 +81,7 @@ def train(
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="halo-") as scratch:
         name = _model_name(checked, Path(scratch))
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = load_tokenizer(
             name, revision=config.model_revision, trust_remote_code=config.trust_remote_code
         )
         prepared = prepare(config, tokenizer, rows)
@@ -96,6 +98,8 @@ def train(
         schedule = build_schedule(config, steps)
         folder_of_model = source.resolve(name, config.model_revision)
         model_config = json.loads((folder_of_model / "config.json").read_text(encoding="utf-8"))
+        vocab_size = text_model_config(architecture, model_config).vocab_size
+        check_vocabulary(prepared, tokenizer, vocab_size=vocab_size, name=str(config.model_name_or_path))
         resolved = runtime.resolve(checked, model_config)
         plugins = dict(plan.plugins)
         environment = run_folder.environment(device=resolved.device_name, plugins=plugins)
@@ -127,15 +131,17 @@ def train(
             say=say,
             step=start.checkpoint.step if start.checkpoint else 0,
         )
+        balancing = balance.bias_update(model, architecture, plan, config.router_balancing_rate)
+        forward = _checked_once(model) if architecture.spec.is_moe else last_hidden
         result = fit(
             model=model,
-            model_hidden=_checked_once(model) if architecture.spec.is_moe else last_hidden,
+            model_hidden=balance.counted(forward, balancing),
             head=Head(model, architecture, resolved.head_kernel),
             method=Sft(collate_rows=collate),
             rows=prepared.train,
             evaluation=prepared.evaluation,
             order=order,
-            pad_id=pad_id_of(tokenizer),
+            pad_id=padding_id(tokenizer, vocab_size=vocab_size),
             optimizer=optimizer,
             schedule=schedule,
             total_steps=steps,
@@ -145,7 +151,7 @@ def train(
             device=resolved.device,
             interrupts=Interrupts(say),
             reporters=reporters,
-            on_step=_heard_by_plugins(checked, on_step),
+            on_step=_after_step(checked, balancing, on_step),
             checkpoint=start.checkpoint,
         )
         changed = config.chat_template_path or config.eos_token or config.pad_token
@@ -208,8 +214,14 @@ def _checked_once(model: PreTrainedModel) -> Callable[[Any, Any], Any]:
     return forward
 
 
-def _heard_by_plugins(checked: Checked, on_step: Callable[[StepReport], None] | None) -> Callable[[StepReport], None]:
+def _after_step(
+    checked: Checked, balancing: BiasUpdate | None, on_step: Callable[[StepReport], None] | None
+) -> Callable[[StepReport], None]:
+    """Return what follows each optimizer step, before anything is evaluated or saved."""
+
     def heard(report: StepReport) -> None:
+        if balancing is not None:
+            balancing.step()
         checked.registry.plugins.call("halo_step_ended", family=checked.plan.family, plan=checked.plan, step=report)
         if on_step is not None:
             on_step(report)

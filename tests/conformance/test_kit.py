@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from halo_core.balancing.bias_update import BiasUpdate
 from halo_core.errors import Refused
 from halo_core.family import HeadSpec
 from halo_core.kernels.experts.reference import reference
@@ -32,6 +34,7 @@ from halo_core.testing.conformance import (
     unproven,
 )
 from halo_core.testing.product import checked, observe
+from halo_core.trainer import balance
 from halo_core.verdict import Supported, Unsupported
 
 
@@ -177,6 +180,33 @@ def test_selection_bias_that_moves_without_balancing_is_seen(suite: Suite, monke
     monkeypatch.setattr(conformance, "observe", moved)
     with pytest.raises(AssertionError, match="buffers moved"):
         PROOFS["balancing:none"](suite.registry, suite.cases["lfm2_moe"])
+
+
+@pytest.mark.parametrize("fault", ["padding counts", "evaluations count", "towards more load", "recomputation counts"])
+def test_wrong_bias_update_is_seen(fault: str, suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+    right_counting, right_step = BiasUpdate.counting, BiasUpdate.step
+    if fault == "padding counts":
+        monkeypatch.setattr(BiasUpdate, "counting", lambda self, real: right_counting(self, torch.ones_like(real)))
+    elif fault == "evaluations count":
+        monkeypatch.setattr(balance.torch, "is_grad_enabled", lambda: True)
+    elif fault == "towards more load":
+
+        def step(self: BiasUpdate) -> Tensor:
+            self._rate = -abs(self._rate)
+            return right_step(self)
+
+        monkeypatch.setattr(BiasUpdate, "step", step)
+    else:  # what was counted in the forward pass stays open for the backward pass
+
+        @contextmanager
+        def open_for_good(self: BiasUpdate, real: Tensor) -> Iterator[None]:
+            self._real = real.reshape(-1).long()
+            yield
+
+        monkeypatch.setattr(BiasUpdate, "counting", open_for_good)
+    # The mask of one batch does not fit the recomputation of another, which ends the attempt as well.
+    with pytest.raises((AssertionError, RuntimeError), match="other biases than by hand|Expected index"):
+        PROOFS["balancing:bias_update"](suite.registry, suite.cases["lfm2_moe"])
 
 
 def test_loop_over_experts_in_place_of_the_grouped_kernel_is_seen(

@@ -237,7 +237,6 @@ def test_an_auxiliary_loss_that_is_asked_for_takes_its_weight() -> None:
         ({"ep_dispatcher": "deepep"}, "while expert_parallel_size is 1"),
         ({"num_train_epochs": 2, "max_steps": 5}, "max_steps: 5 wins"),
         ({"metric_for_best_model": "loss"}, "load_best_model_at_end"),
-        ({"moe_balancing": "auto"}, "auto is none"),
         ({"eval_strategy": "steps"}, "every logging_steps: 1"),
     ],
 )

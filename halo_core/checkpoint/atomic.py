@@ -11,13 +11,15 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 MARKER = "complete.json"
 """Written last: the size and checksum of every other file. A folder without it is not a checkpoint."""
+ELSEWHERE = "elsewhere"
+"""In the marker: the files of processes that write to a folder of this name on other machines."""
 PARTIAL = ".partial"
 REPLACED = ".replaced"
 SET_ASIDE = ".set-aside"
@@ -26,6 +28,8 @@ _MARGIN = 1 << 20
 """Bytes of free space asked for beyond the files themselves, for folders and journals."""
 
 Chunk: TypeAlias = bytes | memoryview
+Files: TypeAlias = dict[str, dict[str, int]]
+T = TypeVar("T")
 
 
 class SaveFailed(Exception):
@@ -37,16 +41,42 @@ class SaveFailed(Exception):
         self.remedy = remedy
 
 
+class Writers(Protocol):
+    """The processes that write one folder together."""
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this process makes the folder, finishes it and moves it into place."""
+
+    def agreed(self, act: Callable[[], T]) -> tuple[list[T], list[T]]:
+        """Run `act` on every process; return its results of those that share the folder, and of all others.
+
+        What it raises on one process is raised on all.
+        """
+
+
+class Alone:
+    """One process that asks nobody."""
+
+    leads = True
+
+    def agreed(self, act: Callable[[], T]) -> tuple[list[T], list[T]]:
+        """Return what `act` gives."""
+        return [act()], []
+
+
 class Writer:
     """Writes files into a folder that is not published yet; each file is durable when `file` returns."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.written: dict[str, dict[str, int]] = {}
+        self.written: Files = {}
 
     def file(self, name: str, chunks: Iterable[Chunk]) -> None:
-        """Write one file from its pieces, which are produced while it is written."""
+        """Write one file from its pieces, which are produced while it is written. name: may lie in a sub-folder."""
         size, checksum = 0, 0
+        if "/" in name:
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
         with (self.folder / name).open("wb") as file:
             for chunk in chunks:
                 file.write(chunk)
@@ -58,35 +88,50 @@ class Writer:
 
 
 @contextmanager
-def publishing(folder: Path, *, needed: int) -> Iterator[Writer]:
+def publishing(folder: Path, *, needed: int, writers: Writers | None = None) -> Iterator[Writer]:
     """Yield a writer; at the end `folder` exists with every file written, or is as it was before.
 
-    needed: bytes about to be written, checked against the free space first.
+    needed: bytes that this process is about to write, checked against the free space first.
+    writers: the processes that run this block together; each writes files of its own names, and none communicates
+    inside. Without them this process is alone.
 
     Raises:
-        SaveFailed: too little space, or the file system refused.
+        SaveFailed: too little space, or the file system refused, on any process.
     """
+    among: Writers = writers or Alone()
     partial = folder.with_name(folder.name + PARTIAL)
+    sizes, _ = among.agreed(lambda: needed)
+
+    def told(act: Callable[[], T]) -> T:
+        return _told(act, folder, sum(sizes))
+
+    def begin() -> None:
+        if among.leads:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            require_space(folder.parent, sum(sizes))
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+
+    def finish() -> None:
+        if among.leads:
+            writer.file(MARKER, [_marker(here, elsewhere)])
+            for path in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
+                _sync_folder(path)
+            _rename_over(partial, folder)
+
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        require_space(folder.parent, needed)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+        among.agreed(lambda: told(begin))
         writer = Writer(partial)
-        yield writer
-        marker = json.dumps({"files": writer.written}, indent=2).encode()
-        writer.file(MARKER, [marker])
-        _sync_folder(partial)
-        _rename_over(partial, folder)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        free = shutil.disk_usage(folder.parent).free if folder.parent.is_dir() else 0
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise SaveFailed(**_no_space(folder.parent, needed, free)) from error
-        raise SaveFailed(what=f"{folder} could not be written: {error}",
-                         remedy="check that the folder can be written to, then resume") from error
+        failure: Exception | None = None
+        try:
+            yield writer
+        except Exception as error:  # the others wait to hear of it
+            failure = error
+        here, elsewhere = among.agreed(lambda: told(lambda: _written(writer, failure)))
+        among.agreed(lambda: told(finish))
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        if among.leads:
+            shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
@@ -101,19 +146,26 @@ def require_space(folder: Path, needed: int) -> None:
         raise SaveFailed(**_no_space(folder, needed, free))
 
 
-def faults(folder: Path, *, contents: bool) -> list[str]:
+def faults(folder: Path, *, contents: bool, share: tuple[int, int] = (0, 1)) -> list[str]:
     """Return why `folder` is not a complete checkpoint; empty when it is.
 
-    contents: read every file and compare checksums, not sizes alone.
+    contents: read every file and compare checksums, not sizes alone. share: (which, of how many) equal shares of the
+    files are read; their sizes are looked at all the same.
     """
     if not folder.is_dir():
         return ["it is not a folder" if folder.exists() else "it does not exist"]
     try:
-        files = json.loads((folder / MARKER).read_text(encoding="utf-8"))["files"]
+        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        # Other machines' files count once a person has brought them here.
+        brought = {name: entry for name, entry in marker.get(ELSEWHERE, {}).items() if (folder / name).is_file()}
+        files = {**marker["files"], **brought}
+        by_size = sorted(files, key=lambda name: (files[name]["bytes"], name))
     except FileNotFoundError:
         return [f"{MARKER} is missing: it was never finished, or it is not a checkpoint of this project"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return [f"{MARKER} cannot be read"]
+    which, many = share
+    read = set(by_size[which::many]) if contents else set()
     found = []
     for name, expected in files.items():
         path = folder / name
@@ -121,7 +173,7 @@ def faults(folder: Path, *, contents: bool) -> list[str]:
             found.append(f"{name} is missing")
         elif path.stat().st_size != expected["bytes"]:
             found.append(f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}")
-        elif contents and _checksum(path) != expected["crc32"]:
+        elif name in read and _checksum(path) != expected["crc32"]:
             found.append(f"{name} is damaged: its checksum is another one")
     return found
 
@@ -170,6 +222,32 @@ def set_aside(output_dir: Path, *, after: int) -> list[Path]:
             shutil.rmtree(target, ignore_errors=True)
             moved.append(path.rename(target))
     return moved
+
+
+def _told(act: Callable[[], T], folder: Path, needed: int) -> T:
+    """Return what `act` gives; what the file system refuses becomes a SaveFailed about `folder`."""
+    try:
+        return act()
+    except OSError as error:
+        free = shutil.disk_usage(folder.parent).free if folder.parent.is_dir() else 0
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SaveFailed(**_no_space(folder.parent, needed, free)) from error
+        raise SaveFailed(what=f"{folder} could not be written: {error}",
+                         remedy="check that the folder can be written to, then resume") from error
+
+
+def _written(writer: Writer, failure: Exception | None) -> Files:
+    if failure is not None:
+        raise failure
+    return writer.written
+
+
+def _marker(here: Iterable[Files], elsewhere: Iterable[Files]) -> bytes:
+    """Return the marker's text. The same name in both is one file that several folders hold, such as a manifest."""
+    own = {name: entry for files in here for name, entry in files.items()}
+    other = {name: entry for files in elsewhere for name, entry in files.items() if name not in own}
+    text: dict[str, Mapping[str, Any]] = {"files": own, ELSEWHERE: other} if other else {"files": own}
+    return json.dumps(text, indent=2).encode()
 
 
 def _rename_over(partial: Path, folder: Path) -> None:

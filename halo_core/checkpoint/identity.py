@@ -6,6 +6,7 @@ Not for the weights: their names and shapes are compared when they are read. No 
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ HARMLESS = frozenset({
     "save_strategy", "save_steps", "save_total_limit", "save_timeout",
     "eval_strategy", "eval_steps", "per_device_eval_batch_size", "eval_dataset", "dataset_test_split", "eval_packing",
     "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
-    "export_text_only", "enable_efficiency_metrics", "enable_moe_metrics",
+    "export_text_only", "save_sharded_ep", "enable_efficiency_metrics", "enable_moe_metrics",
     "allow_experimental", "allow_untested_transformers", "allow_warm_restart", "trust_remote_code",
     "model_name_or_path", "model_revision", "family", "gradient_checkpointing",
 })
@@ -38,10 +39,22 @@ LENGTH = frozenset({"max_steps", "num_train_epochs"})
 """Keys that end a run sooner or later. The learning rate then follows the new length from the next step on."""
 
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
-"""Keys whose product has to stay."""
+"""Keys whose product, times the number of processes with different rows, has to stay."""
+
+LAYOUT = frozenset({
+    "data_parallel_replicate_size", "expert_parallel_size", "expert_tensor_parallel_size", "context_parallel_size",
+    "ep_dispatcher", "fsdp_reshard_after_forward", "fsdp_reshard_after_backward", "fsdp_defer_grad_sync",
+})
+"""Keys that decide which process computes what and in which order sums are made, not what is summed."""
+
+DEGREES = "degrees"
+"""The sizes of the mesh, in a plan."""
 
 PLAN = ("family", "architecture", "model_type", "attention", "experts_kernel")
 """What of a plan decides numbers."""
+
+OF_THE_MODEL = ("family", "architecture", "model_type")
+"""What of a plan follows from the model that is named."""
 
 VERSIONS = ("torch", "transformers", "device", "plugins")
 """What of an environment can move the last bits."""
@@ -85,7 +98,7 @@ def identity_of(
     """Return the identity of a run over `rows`."""
     return Identity(
         config=plain(vars(config)),
-        plan={key: plain(getattr(plan, key)) for key in PLAN},
+        plan={**{key: plain(getattr(plan, key)) for key in PLAN}, DEGREES: plain(vars(plan.degrees))},
         data=data_of(rows),
         environment=plain(environment),
     )
@@ -109,14 +122,15 @@ def differences(saved: Identity, now: Identity) -> tuple[list[Problem], list[str
     other_rows = saved.data != now.data
     for key in changed:
         before, after = saved.config[key], now.config[key]
-        if key in HARMLESS or key in BATCH or (key in DATA and not other_rows):
+        if key in HARMLESS or key in BATCH or key in LAYOUT or (key in DATA and not other_rows):
             continue
         if key in LENGTH:
             notes.append(f"{key} was {shown(before)} and is {shown(after)}: the learning rate follows the new length "
                          "from the next step on")
             continue
         problems.append(_changed(key, before, after))
-    problems += _batch(saved.config, now.config, notes)
+    problems += _batch(saved, now, notes)
+    notes += _layout(saved, now, [key for key in changed if key in LAYOUT])
     if other_rows and not any(problem.key in DATA for problem in problems):
         problems.append(Problem(
             why=f"the rows are not those of the checkpoint ({saved.data.get('count')} rows then, "
@@ -124,7 +138,7 @@ def differences(saved: Identity, now: Identity) -> tuple[list[Problem], list[str
             remedy="resume with the data and tokenizer of the first part, or start a new run in another output_dir"))
     for key in PLAN:
         if saved.plan.get(key) != now.plan.get(key) and not problems:
-            problems.append(_changed(f"the plan's {key}", saved.plan.get(key), now.plan.get(key)))
+            problems.append(_other_plan(key, saved, now))
     notes += [f"{key} was {shown(saved.environment.get(key))} and is {shown(now.environment.get(key))}: "
               "results may differ in their last bits"
               for key in VERSIONS if saved.environment.get(key) != now.environment.get(key)]
@@ -136,18 +150,68 @@ def _changed(key: str, before: object, after: object) -> Problem:
                    remedy=f"set {key}: {shown(before)}, or start a new run in another output_dir")
 
 
-def _batch(saved: Mapping[str, Any], now: Mapping[str, Any], notes: list[str]) -> list[Problem]:
-    before = [int(saved.get(key) or 1) for key in BATCH]
-    after = [int(now.get(key) or 1) for key in BATCH]
+def _other_plan(key: str, saved: Identity, now: Identity) -> Problem:
+    before, after = saved.plan.get(key), now.plan.get(key)
+    if key not in OF_THE_MODEL:
+        return _changed(f"the plan's {key}", before, after)
+    return Problem(key="model_name_or_path", value=now.config.get("model_name_or_path"),
+                   why=f"its {key} is {after}, and the checkpoint's is {before}",
+                   remedy=f"set model_name_or_path: {shown(saved.config.get('model_name_or_path'))}, which the checkpoint "
+                          "was made from, or start a new run in another output_dir")
+
+
+def _batch(saved: Identity, now: Identity, notes: list[str]) -> list[Problem]:
+    """Return whether a step takes other numbers of rows, with the value that restores it; note another split."""
+    before, after = _split(saved), _split(now)
     if before == after:
         return []
-    rows = before[0] * before[1]
-    if rows == after[0] * after[1]:
-        notes.append(f"{rows} rows a step as before, split into {after[1]} micro-batches instead of {before[1]}: "
+    rows, others = math.prod(before), math.prod(after)
+    if rows == others:
+        split = [f"{passes} micro-batches" + (f" on {ranks} processes" if before[2] != after[2] else "")
+                 for _, passes, ranks in (after, before)]
+        split[1] = split[1] if before[2] != after[2] else str(before[1])
+        notes.append(f"{rows} rows a step as before, split into {split[0]} instead of {split[1]}: "
                      "results may differ in their last bits")
         return []
-    fits = rows % after[0] == 0
-    remedy = f"{BATCH[1]}: {rows // after[0]}" if fits else f"{BATCH[0]}: {before[0]} and {BATCH[1]}: {before[1]}"
     return [Problem(key=BATCH[1], value=after[1],
-                    why=f"a step would take {after[0] * after[1]} rows, and the checkpoint was made with {rows}",
-                    remedy=f"set {remedy}")]
+                    why=f"a step would take {others} rows, and the checkpoint was made with {rows}",
+                    remedy=_restoring(rows, after))]
+
+
+def _split(identity: Identity) -> tuple[int, int, int]:
+    """Return rows of a micro-batch, micro-batches of a step, and processes that see different rows."""
+    batch, accumulation = (int(identity.config.get(key) or 1) for key in BATCH)
+    mesh = _mesh(identity)
+    return batch, accumulation, math.prod(mesh.get(axis, 1) for axis in ("replicate", "shard", "ep"))
+
+
+def _restoring(rows: int, after: tuple[int, int, int]) -> str:
+    """Return the way to `rows` rows a step: another accumulation, else another batch, else other processes."""
+    batch, _, data_ranks = after
+    if rows % (batch * data_ranks) == 0:
+        return f"set {BATCH[1]}: {rows // (batch * data_ranks)}"
+    if rows % data_ranks == 0:
+        share = rows // data_ranks
+        fitting = next(size for size in range(min(batch, share), 0, -1) if share % size == 0)
+        return f"set {BATCH[0]}: {fitting} and {BATCH[1]}: {share // fitting}"
+    return (f"{rows} rows do not divide among {data_ranks} processes: start a number of them that divides {rows}, "
+            f"and set {BATCH[0]} and {BATCH[1]} so that all three multiply to it")
+
+
+def _layout(saved: Identity, now: Identity, keys: list[str]) -> list[str]:
+    """Return the notes about other sizes of the mesh, and about other choices of who computes what."""
+    texts = [f"{key} was {shown(saved.config[key])} and is {shown(now.config[key])}" for key in keys]
+    before, after = _mesh(saved), _mesh(now)
+    if before != after:
+        sizes = [" x ".join(f"{axis} {size}" for axis, size in mesh.items()) or "one process"
+                 for mesh in (before, after)]
+        anew = math.prod(before.values()) != math.prod(after.values())
+        texts.append(f"the mesh was {sizes[0]} and is {sizes[1]}"
+                     + (", so that random numbers such as dropout's begin anew" if anew else ""))
+    return [f"{text}: results may differ in their last bits" for text in texts]
+
+
+def _mesh(identity: Identity) -> dict[str, int]:
+    """Return the mesh axes with more than one process; none for what was written before there were several."""
+    sizes = identity.plan.get(DEGREES) or {}
+    return {axis: int(size) for axis, size in sizes.items() if int(size) > 1}

@@ -1,23 +1,41 @@
 """Writes a resume point: weights, optimizer state, random state, and what the run is.
 
-Not for exporting a model to others. Nothing is pickled: safetensors and JSON only.
+Not for exporting a model to others. Nothing is pickled: safetensors and JSON only. With several processes each writes
+its own parts into files of its own, and every element is written once per file system.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from halo_core.checkpoint import atomic, randomness, tensors
+from halo_core import process_group
+from halo_core.checkpoint import agreement, atomic, randomness, tensors
 from halo_core.checkpoint.find import FORMAT, STATE
 from halo_core.checkpoint.identity import Identity
+from halo_core.checkpoint.pieces import Piece, check_whole, local, piece_of, whole, writers
 
 WEIGHTS, OPTIMIZER, RANDOM = "weights.safetensors", "optimizer.safetensors", "random.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one process writes of some tensors. places: of those that are parts of a whole, its shape and the box."""
+
+    tensors: dict[str, Tensor]
+    places: dict[str, tuple[tuple[int, ...], Piece]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the tensors, without a file's header."""
+        return tensors.num_bytes(self.tensors)
 
 
 def save(
@@ -29,36 +47,80 @@ def save(
     progress: Mapping[str, Any],
     identity: Identity,
 ) -> Path:
-    """Write `output_dir/checkpoint-<step>` and return it; it is there completely or not at all.
+    """Write `output_dir/checkpoint-<step>` and return it; it is there completely or not at all. A collective.
 
-    progress: what the loop wants back on resume, in values that JSON knows.
+    progress: what the loop wants back on resume, in values that JSON knows; the same on every process.
+
+    Where machines do not share `output_dir`, each has a folder of its own processes' files: complete by itself, and
+    whole only together with the others.
 
     Raises:
-        SaveFailed: too little space, or the file system refused; earlier checkpoints are untouched.
+        SaveFailed: on every process, when one had too little space or the file system refused; earlier checkpoints
+            are untouched.
     """
     folder = output_dir / f"checkpoint-{step}"
-    weights = stored_weights(model)
-    moments, scalars = optimizer_state(model, optimizer)
+    sharing = agreement.sharing(output_dir)
+    weights = own_part(stored_weights(model), sharing.ranks)
+    every_moment, scalars = optimizer_state(model, optimizer)
+    moments = own_part(every_moment, sharing.ranks)
     random_tensors, random_rest = randomness.captured()
     state = {
         "format": FORMAT,
         "step": step,
+        "world": process_group.world(),
         "progress": dict(progress),
-        "optimizer": {"class": type(optimizer).__name__, "scalars": scalars},
-        "random": random_rest,
+        "optimizer": {"class": type(optimizer).__name__, "scalars": scalars, "tensors": list(every_moment)},
+        "random": agreement.gathered(random_rest),
         "identity": vars(identity),
     }
-    needed = sum(tensors.num_bytes(part) for part in (weights, moments, random_tensors))
-    with atomic.publishing(folder, needed=needed) as writer:
-        writer.file(WEIGHTS, tensors.chunks(weights))
-        writer.file(OPTIMIZER, tensors.chunks(moments))
-        writer.file(RANDOM, tensors.chunks(random_tensors))
-        writer.file(STATE, [json.dumps(state, indent=1).encode()])
+    needed = weights.num_bytes + moments.num_bytes + tensors.num_bytes(random_tensors)
+    with atomic.publishing(folder, needed=needed, writers=sharing) as writer:
+        writer.file(own_file(WEIGHTS), tensors.chunks(weights.tensors, weights.places))
+        writer.file(own_file(OPTIMIZER), tensors.chunks(moments.tensors, moments.places))
+        writer.file(own_file(RANDOM), tensors.chunks(random_tensors))
+        if sharing.leads:
+            writer.file(STATE, [json.dumps(state, indent=1).encode()])
     return folder
+
+
+def own_part(every: Mapping[str, Tensor], among: tuple[int, ...]) -> Part:
+    """Return what this process writes so that the processes `among` write every box that they hold once.
+
+    every: name -> tensor, the same names on every process. A collective.
+
+    Raises:
+        RuntimeError: the boxes of all processes do not make up a tensor.
+    """
+    rank = process_group.rank()
+    held = agreement.gathered({name: piece_of(tensor) for name, tensor in every.items()})
+    check_whole({name: tensor.shape for name, tensor in every.items()}, writers(held, range(len(held))))
+    mine = {name: piece for (name, piece), owner in writers(held, among).items() if owner == rank}
+    # An empty tensor has no box that anyone writes; it is kept as one that is whole.
+    if rank == among[0]:
+        mine |= {name: whole(tensor.shape) for name, tensor in every.items() if tensor.numel() == 0}
+    return Part(
+        tensors={name: local(tensor) for name, tensor in every.items() if name in mine},
+        places={name: (tuple(every[name].shape), piece) for name, piece in mine.items()
+                if piece != whole(every[name].shape)},
+    )
+
+
+def own_file(name: str) -> str:
+    """Return this process's file for `name`: the name itself where there is one process."""
+    return file_of(name, process_group.rank(), process_group.world())
+
+
+def file_of(name: str, rank: int, world: int) -> str:
+    """Return the file of one of `world` processes."""
+    stem, _, suffix = name.partition(".")
+    return name if world == 1 else f"{stem}-rank-{rank}-of-{world}.{suffix}"
 
 
 def stored_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by their state-dict name, a tied tensor once."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # weights that an evaluation left gathered are not what the optimizer knows
     parameters = dict(model.named_parameters())
     every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in every_name}

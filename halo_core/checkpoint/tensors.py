@@ -1,6 +1,6 @@
 """Named tensors as the bytes of one safetensors file, produced piece by piece.
 
-Not for reading: safetensors does that. Its own writer copies every tensor before it writes; this one holds one
+Not for reading: see `stored.py`. The format's own writer copies every tensor before it writes; this one holds one
 tensor at a time in host memory, which for a large model is the difference between saving and running out.
 Source: the format at https://huggingface.co/docs/safetensors.
 """
@@ -12,6 +12,11 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
+
+from halo_core.checkpoint.pieces import Piece
+
+PIECES = "pieces"
+"""Metadata key of a file that holds parts of tensors: name -> the whole tensor's shape and where the part begins."""
 
 _DTYPES = {
     torch.float64: "F64",
@@ -25,6 +30,8 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+TORCH_DTYPES: Mapping[str, torch.dtype] = {word: dtype for dtype, word in _DTYPES.items()}
+"""The format's word for a dtype -> the dtype."""
 _ALIGNMENT = 8
 
 
@@ -33,9 +40,21 @@ def num_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
 
 
-def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield the file's bytes: the header, then each tensor in the order of the mapping."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def chunks(
+    tensors: Mapping[str, Tensor],
+    places: Mapping[str, tuple[tuple[int, ...], Piece]] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Iterator[bytes | memoryview]:
+    """Yield the file's bytes: the header, then each tensor in the order of the mapping.
+
+    places: of tensors that are parts: the whole's shape, and which part of it. metadata: further text for the header.
+    """
+    described = {"format": "pt", **(metadata or {})}
+    if places:
+        described[PIECES] = json.dumps(
+            {name: {"shape": shape, "offset": piece.offset} for name, (shape, piece) in places.items()}
+        )
+    header: dict[str, object] = {"__metadata__": described}
     position = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.dtype.itemsize

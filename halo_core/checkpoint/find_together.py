@@ -1,0 +1,96 @@
+"""Which checkpoint all processes of a run go on from, when each may see a folder of its own.
+
+Not for one process alone (`find.py`), and not for reading tensors. A save that was cut off between the renames of two
+machines leaves its step complete on one of them: the newest step that is complete everywhere is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from halo_core import process_group
+from halo_core.checkpoint import agreement, atomic, find
+from halo_core.checkpoint.find import KEY, STATE, Checkpoint
+from halo_core.errors import Problem, Refused
+
+
+def find_together(asked: bool | str | Path | None, output_dir: Path) -> Checkpoint | None:
+    """Return the checkpoint that `resume_from_checkpoint` means, of one step on every process; a collective.
+
+    asked, output_dir: as for `find.find`. The files are read for their checksums once per machine, shared among its
+    processes.
+
+    Raises:
+        Refused: on every process, as `find.find`, or when processes see different checkpoints of one step.
+    """
+    if process_group.world() == 1 or asked is None or asked is False or asked == "":
+        return find.find(asked, output_dir)
+    chosen = find.candidates(asked, output_dir)
+    if isinstance(chosen, Path):
+        problems = [Problem(key=KEY, value=asked, why=fault, remedy=find.other_checkpoints(chosen))
+                    for fault in find.by_sizes(chosen)]
+        process_group.collect_problems(problems)
+        process_group.collect_problems(
+            Problem(key=KEY, value=asked, why=fault, remedy=find.other_checkpoints(chosen))
+            for fault in _damaged(chosen)
+        )
+        return _read(chosen, asked, [])
+    skipped: list[str] = []
+    paths = {step: path for path in chosen if (step := atomic.step_of(path)) is not None}
+    seen = agreement.gathered({step: find.by_sizes(path) for step, path in paths.items()})
+    for step in sorted({step for one in seen for step in one}, reverse=True):
+        name = f"checkpoint-{step}"
+        faults = _by_ranks([one.get(step, ["it does not exist"]) for one in seen])
+        if not faults:
+            faults = _by_ranks(agreement.gathered(_damaged(paths[step])))
+        if not faults:
+            return _read(paths[step], asked, skipped)
+        skipped.append(find.passed_over(Path(name), faults))
+    raise Refused(find.none_found(asked, output_dir, skipped), everywhere=True)
+
+
+def _damaged(path: Path) -> list[str]:
+    """Return the files whose contents are damaged, of this process's share; a collective."""
+    marker = (path / atomic.MARKER).stat()
+    view = (socket.gethostname(), marker.st_dev, marker.st_ino)
+    alike = [rank for rank, other in enumerate(agreement.gathered(view)) if other == view]
+    return atomic.faults(path, contents=True, share=(alike.index(process_group.rank()), len(alike)))
+
+
+def _read(path: Path, asked: object, skipped: list[str]) -> Checkpoint:
+    with process_group.together():
+        checkpoint = find.read(path, asked, tuple(skipped))
+        digest = _digest(path)
+    digests = agreement.gathered(digest)
+    if len(set(digests)) > 1:
+        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        raise Refused(
+            Problem(key=KEY, value=asked, why=f"{process_group.spans(others)} see another {path.name} than rank 0: "
+                    "its files have other contents", remedy="give every machine the checkpoint of one run"),
+            everywhere=True)
+    return checkpoint
+
+
+def _digest(path: Path) -> str:
+    """Return what is equal for the folders of one save on several machines: every process's files, wherever they are.
+
+    state.json is left out: it tells of the machine.
+    """
+    marker: Mapping[str, Mapping[str, object]] = json.loads((path / atomic.MARKER).read_text(encoding="utf-8"))
+    files = {**marker["files"], **marker.get(atomic.ELSEWHERE, {})}
+    files.pop(STATE, None)
+    return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _by_ranks(faults: list[list[str]]) -> list[str]:
+    """Return each fault once, with the ranks that have it where not all have."""
+    holders: dict[str, list[int]] = {}
+    for rank, own in enumerate(faults):
+        for fault in own:
+            holders.setdefault(fault, []).append(rank)
+    return [fault if len(ranks) == len(faults) else f"{fault} on {process_group.spans(ranks)}"
+            for fault, ranks in holders.items()]

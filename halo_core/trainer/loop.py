@@ -169,8 +169,8 @@ class _Run:
 
     def begin(self, checkpoint: Checkpoint | None) -> list[str]:
         """Take over a checkpoint, or seed a new run; return what a person should know."""
+        randomness.seed_all(self.config.seed)  # in a resumed run for devices that the checkpoint knows nothing of
         if checkpoint is None:
-            randomness.seed_all(self.config.seed)
             self.folder.metrics.unlink(missing_ok=True)  # rows of a run that ended before its first checkpoint
             return []
         resume.load_weights(checkpoint, self.model)

@@ -51,6 +51,20 @@ def test_resuming_without_the_random_state_differs_so_the_comparison_can_fail(
     assert not small.same(whole.weights(), second.weights())
 
 
+def test_generators_that_the_checkpoint_does_not_know_start_from_the_seed(
+    small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a GPU do when the first part ran without one."""
+    small.run(tmp_path / "first", dropout=0.3, stop_after=4, **EVERY_STEP)
+    monkeypatch.setattr(resume, "load_random", lambda checkpoint: None)
+    common = {"resume_from_checkpoint": str(tmp_path / "first"), "dropout": 0.3, "raises": True, **EVERY_STEP}
+    one, other = (
+        small.run(tmp_path / name, before=lambda *_, draws=draws: torch.rand(draws), **common).weights()
+        for name, draws in (("one", 1), ("other", 2))
+    )
+    assert small.same(one, other)
+
+
 def test_run_resumed_into_another_folder_is_bit_equal_and_brings_its_metrics(small: Any, tmp_path: Path) -> None:
     whole = small.run(tmp_path / "whole", raises=True, **EVERY_STEP)
     small.run(tmp_path / "old", stop_after=5, **EVERY_STEP)

@@ -16,7 +16,7 @@ from typing import Any
 
 from halo_core import hub
 from halo_core.config import RunConfig
-from halo_core.errors import Problem
+from halo_core.errors import Problem, shown
 from halo_core.plugins import fault_text, near_text
 from halo_core.registry import Architecture, Family, Registry
 
@@ -75,13 +75,16 @@ def choose(
     architecture = registry.match(model.config)
     if architecture is None:
         known = sorted({t for a in registry.architectures() for t in a.spec.model_types})
+        remedy = f"a model of one of: {', '.join(known)}; or install a plugin for it"
+        if not known:
+            remedy = "no family is loaded: `halo plugins` says why; look at HALO_PLUGINS and HALO_DISABLE_PLUGINS"
         problems.append(
             Problem(
                 key=key,
                 value=name,
-                why=f"its config.json says model_type: {model_type}, which no installed family knows"
+                why=f"its config.json says model_type: {shown(model_type)}, which no installed family knows"
                 f"{near_text(str(model_type), known)}",
-                remedy=f"a model of one of: {', '.join(known)}; or install a plugin for it",
+                remedy=remedy,
             )
         )
         return None

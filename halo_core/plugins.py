@@ -297,7 +297,7 @@ def _hooks(module: Any, manager: pluggy.PluginManager) -> tuple[dict[str, Any], 
 def _declarations(function: Any, hook: str, faults: list[str]) -> tuple[Any, ...]:
     try:
         items = tuple(function() or ())
-    except Exception as fault:
+    except (Exception, SystemExit) as fault:
         faults.append(f"{hook} raised {fault_text(fault)}")
         return ()
     wrong = [type(item).__name__ for item in items if not isinstance(item, YIELDS[hook])]

@@ -156,8 +156,8 @@ def _other_plan(key: str, saved: Identity, now: Identity) -> Problem:
         return _changed(f"the plan's {key}", before, after)
     return Problem(key="model_name_or_path", value=now.config.get("model_name_or_path"),
                    why=f"its {key} is {after}, and the checkpoint's is {before}",
-                   remedy=f"set model_name_or_path: {shown(saved.config.get('model_name_or_path'))}, which the checkpoint "
-                          "was made from, or start a new run in another output_dir")
+                   remedy=f"set model_name_or_path: {shown(saved.config.get('model_name_or_path'))}, as the checkpoint "
+                          "has it, or start a new run in another output_dir")
 
 
 def _batch(saved: Identity, now: Identity, notes: list[str]) -> list[Problem]:

@@ -7,12 +7,15 @@ from pathlib import Path
 from halo_core.cli.main import load_registry
 from halo_core.errors import Problem, Refused
 
+LARGEST_SEED = 2**32 - 1
+
 
 def run(*, family: str, dense: bool, out: Path, seed: int, plugin_files: tuple[Path, ...]) -> None:
     """Write the folder and say what to do with it.
 
     Raises:
-        Refused: the family is unknown or has no such architecture, or the folder is not empty.
+        Refused: the family is unknown or has no such architecture, the folder is not empty or cannot be made, or the
+            seed is out of range.
     """
     registry = load_registry(plugin_files)
     found = registry.family(family)
@@ -40,6 +43,19 @@ def run(*, family: str, dense: bool, out: Path, seed: int, plugin_files: tuple[P
         raise Refused(
             Problem(key="--out", value=out, why="it exists and is not an empty folder", remedy="give a new folder")
         )
+    if not 0 <= seed <= LARGEST_SEED:
+        raise Refused(
+            Problem(
+                key="--seed", value=seed, why="it is out of range", remedy=f"give a whole number, 0 to {LARGEST_SEED}"
+            )
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        why = f"the folder cannot be made ({fault.strerror})"
+        raise Refused(
+            Problem(key="--out", value=out, why=why, remedy="name a folder where files can be written")
+        ) from fault
     from halo_core.models.tiny import write_tiny
 
     write_tiny(chosen, out, seed=seed)

@@ -51,7 +51,19 @@ def run(
     markdown: bool,
     plugin_files: tuple[Path, ...],
 ) -> None:
-    """Print the matrix, one answer in full, or the features of one run."""
+    """Print the matrix, one answer in full, or the features of one run.
+
+    Raises:
+        Refused: two forms of output are asked for at once, or a name is unknown.
+    """
+    forms = {"--config": config is not None, "--why": why is not None, "--json": as_json, "--markdown": markdown}
+    asked = [flag for flag, is_asked in forms.items() if is_asked]
+    if len(asked) > 1:
+        remedy = f"keep one of {', '.join(asked)}"
+        raise Refused(Problem(key=" ".join(asked), value="", why="each asks for another output", remedy=remedy))
+    if family is not None and why is not None:
+        remedy = "leave --family out: --why names the family itself"
+        raise Refused(Problem(key="--family", value=family, why="--why is given as well", remedy=remedy))
     registry = load_registry(plugin_files)
     if registry.plugins.broken:
         names = ", ".join(row.name for row in registry.plugins.broken)

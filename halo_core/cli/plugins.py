@@ -29,5 +29,6 @@ def _details(row: PluginRow) -> list[str]:
     if row.state == "loaded" and behaviour:
         lines.append(f"hooks: {', '.join(behaviour)}")
     if row.state == "broken":
-        lines.append(f"leave it out with HALO_DISABLE_PLUGINS={row.name}")
+        is_variable = row.target.startswith("$")
+        lines.append(f"correct {row.target}" if is_variable else f"leave it out with HALO_DISABLE_PLUGINS={row.name}")
     return lines

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from halo_core.cli.main import load_registry
 from halo_core.errors import Problem, Refused
@@ -14,39 +17,50 @@ def run(folder: Path, prompt: str, max_new_tokens: int) -> None:
     """Print the greedy answer to one prompt.
 
     Raises:
-        Refused: the folder is no Hugging Face folder.
+        Refused: the folder is no complete Hugging Face folder, or there is nothing to generate.
     """
+    problems = []
     if not (folder / "config.json").is_file():
-        raise Refused(
-            Problem(
-                key="DIR",
-                value=folder,
-                why="it holds no config.json",
-                remedy="give a run's output_dir or a model folder",
-            )
-        )
+        problems.append(_problem(folder, "it holds no config.json", "give a run's output_dir or a model folder"))
+    if max_new_tokens < 1:
+        why = "at least one token is generated"
+        problems.append(Problem(key="--max-new-tokens", value=max_new_tokens, why=why, remedy="give 1 or more"))
+    if problems:
+        raise Refused(problems)
     print(answer(folder, prompt, max_new_tokens))
 
 
 def answer(folder: Path, prompt: str, max_new_tokens: int = 64) -> str:
-    """Return the model's greedy answer to one user turn (or its continuation, where there is no chat template)."""
+    """Return the model's greedy answer to one user turn (or its continuation, where there is no chat template).
+
+    Raises:
+        Refused: a file of the folder is missing, damaged or not what transformers can load.
+    """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    _import_model_class(folder)
+    from halo_core.models.tokenizer import load_tokenizer
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    tokenizer = load_tokenizer(str(folder), key="DIR")
+    with _told(folder, "the model cannot be loaded"):
+        _import_model_class(folder)
+        found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        model, loaded = found
+    if loaded["missing_keys"]:  # transformers makes them up at random and goes on
+        why = f"its files lack weights of the model: {', '.join(sorted(loaded['missing_keys'])[:3])}, ..."
+        raise Refused(_problem(folder, why, "copy or download the model again"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device)
-    if tokenizer.chat_template:
-        ids = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"]
-    else:
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    model.eval().to(device)
+    with _told(folder, "the prompt cannot be written as the model expects it"):
+        if tokenizer.chat_template:
+            ids = tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )["input_ids"]
+        else:
+            ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         out = model.generate(
             ids.to(device),
@@ -64,3 +78,17 @@ def _import_model_class(folder: Path) -> None:
     architecture = load_registry(()).match(config)
     if architecture is not None:
         import_module(architecture.spec.model_class.partition(":")[0])
+
+
+@contextmanager
+def _told(folder: Path, what: str) -> Iterator[None]:
+    """Tell what transformers raises as a problem of the folder or of the prompt."""
+    try:
+        yield
+    except Exception as fault:  # its classes are those of every file format and of every template
+        why = f"{what} ({' '.join(str(fault).split())[:200] or type(fault).__name__})"
+        raise Refused(_problem(folder, why, "give a run's output_dir or a complete model folder")) from fault
+
+
+def _problem(folder: Path, why: str, remedy: str) -> Problem:
+    return Problem(key="DIR", value=folder, why=why, remedy=remedy)

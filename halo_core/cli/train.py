@@ -5,6 +5,7 @@ Not for training: `halo_core.trainer` does that, the Python API calls it as well
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def split(words: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...], tuple[P
     left = list(words)
     while left:
         word = left.pop(0)
-        if Path(word).is_file():
+        if os.path.isfile(word):  # noqa: PTH113  Path.is_file raises where a word is too long for a file's name
             files.append(word)
         elif "=" in word:
             overrides.append(word)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+import numbers
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ def from_python(value: object) -> Node:
     """
     if isinstance(value, enum.Enum):
         value = value.value
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):  # numpy's numbers among them
+        value = int(value) if isinstance(value, numbers.Integral) else float(value)
     if value is None:
         return Scalar(text="null")
     if isinstance(value, bool):
@@ -82,7 +85,7 @@ def from_python(value: object) -> Node:
         )
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         return Items(items=tuple(from_python(item) for item in value))
-    raise TypeError(f"{type(value).__name__} cannot stand in a configuration")
+    raise TypeError(f"an object of type {type(value).__name__} cannot stand in a configuration")
 
 
 def written(node: Node) -> str:

@@ -119,7 +119,7 @@ def _from_mapping(given: Mapping[str, object], taken: _Taken) -> list[Entry]:
             taken.problems.append(
                 Problem(
                     key=str(name),
-                    value=type(value).__name__,
+                    value=str(value)[:80],
                     why=str(error),
                     remedy="give text, a number, a boolean, a list or a mapping",
                 )

@@ -122,6 +122,7 @@ def _prepare_split(
                     supervision = _chat_supervision(template, example, config)
                 else:
                     supervision = _text_supervision(example, config, tokenizer.eos_token)
+                _refuse_half_characters(supervision.text)
             except RowFault as fault:
                 tally.fault(record.file, record.place, fault)
                 continue
@@ -181,6 +182,15 @@ def _text_supervision(example: Example, config: RunConfig, eos_token: str | None
     if example.kind == "text" or config.completion_only_loss is False:
         return Supervision(text=ended, spans=None, notes=notes)
     return Supervision(text=ended, spans=((len(example.prompt), len(ended)),), notes=notes)
+
+
+def _refuse_half_characters(text: str) -> None:
+    """Refuse a text that no tokenizer takes: JSON can write one half of a character that UTF-16 makes of two."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as fault:
+        half = ascii(text[fault.start])[1:-1]
+        raise RowFault("half a character", f"{half} stands alone, which is no Unicode text") from None
 
 
 def _learnt(config: RunConfig, template: ChatTemplate | None) -> dict[str, str]:

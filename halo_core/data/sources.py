@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halo_core import hub
 from halo_core.config import RunConfig
 from halo_core.data.read import EXTENSIONS, Record, only, read_file, read_rows
 from halo_core.errors import Problem, Refused
@@ -152,6 +153,9 @@ def _opened(entry: _Entry) -> list[Source]:
         if entry.config is None:
             return [_file_source(entry, file, _shown(entry, path, file)) for file in _files_of(entry, path)]
         return [_hub_source(entry)]
+    if path.exists():
+        why = "it is neither a file nor a folder"
+        raise Refused(Problem(key=entry.key, value=entry.path, why=why, remedy="write the rows to a file, and name it"))
     if _looks_local(entry.path):
         raise Refused(Problem(key=entry.key, value=entry.path, why="no such file or folder", remedy=_near_files(path)))
     return [_hub_source(entry)]
@@ -238,6 +242,12 @@ def _hub_source(entry: _Entry) -> Source:
     import datasets
     from datasets.exceptions import DatasetsError
 
+    is_cached = (Path(datasets.config.HF_DATASETS_CACHE) / entry.path.replace("/", "___")).exists()
+    obstacle = None if is_cached else hub.obstacle()
+    if obstacle is not None:
+        why = f"there is no file or folder of this name, nor is it in the cache of data sets, and {obstacle}"
+        remedy = "give a local file, or download it first on a machine that reaches the hub"
+        raise Refused(Problem(key=entry.key, value=entry.path, why=why, remedy=remedy))
     try:
         loaded = datasets.load_dataset(entry.path, entry.config, split=entry.split)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:

@@ -10,12 +10,15 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
+from halo_core.errors import Refused
 from halo_core.kernels.experts.weights import ExpertsKernel
 from halo_core.models import sockets
+from halo_core.models.tokenizer import invalid_config
 from halo_core.registry import Architecture, text_config
 
 
@@ -47,13 +50,20 @@ def build_meta(
 
 
 def text_model_config(architecture: Architecture, model_config: Mapping[str, Any]) -> PretrainedConfig:
-    """Return the language model's configuration object, read from config.json as a dict."""
+    """Return the language model's configuration object, read from config.json as a dict.
+
+    Raises:
+        Refused: transformers refuses its values.
+    """
     inner = text_config(architecture.spec, model_config)
     given = dict(inner)
     if inner is not model_config and "tie_word_embeddings" in model_config:
         # The multimodal class ties by its own entry and never reads the text part's.
         given["tie_word_embeddings"] = model_config["tie_word_embeddings"]
-    config: PretrainedConfig = attribute(architecture.spec.config_class).from_dict(given)
+    try:
+        config: PretrainedConfig = attribute(architecture.spec.config_class).from_dict(given)
+    except StrictDataclassError as fault:
+        raise Refused(invalid_config(None, fault)) from fault
     return config
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import subprocess
@@ -20,7 +21,7 @@ import yaml
 
 from halo_core.checkpoint import atomic
 from halo_core.checkpoint.identity import plain
-from halo_core.errors import Problem
+from halo_core.errors import Problem, Refused
 from halo_core.trainer import metrics
 
 RECORDS = "halo"
@@ -60,8 +61,17 @@ def problems(path: Path, *, resumed_from: Path | None) -> tuple[Problem, ...]:
     resumed_from: the checkpoint that the run goes on from, or None. It may lie in another folder, which is then only
     read; but a folder that holds another run is never continued from elsewhere.
     """
-    if path.exists() and not path.is_dir():
+    try:
+        exists = path.exists()
+    except OSError as fault:  # a name that is too long, or a folder on the way that may not be looked into
+        return (_unwritable(path, f"the file system refuses it ({fault.strerror})"),)
+    if exists and not path.is_dir():
         return (Problem(key="output_dir", value=path, why="this is a file", remedy="name a folder"),)
+    nearest = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not nearest.is_dir():
+        return (_unwritable(path, f"{nearest} is a file"),)
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return (_unwritable(path, f"{nearest} may not be written to"),)
     found = traces(path)
     if not found or (resumed_from is not None and resumed_from.resolve().parent == path.resolve()):
         return ()
@@ -83,9 +93,16 @@ def traces(path: Path) -> list[str]:
 
 def open_folder(path: Path, *, config: Mapping[str, Any], plan: Mapping[str, Any],
                 environment: Mapping[str, Any]) -> RunFolder:
-    """Make the folder, write its records, and return it. Unfinished saves of a killed run are cleaned away."""
+    """Make the folder, write its records, and return it. Unfinished saves of a killed run are cleaned away.
+
+    Raises:
+        Refused: the folder cannot be made.
+    """
     folder = RunFolder(path=path)
-    folder.records.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.records.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:  # what `problems` cannot foresee, such as a file system that takes no folders
+        raise Refused(_unwritable(path, f"the folder cannot be made ({fault.strerror})")) from fault
     atomic.clean(path)
     _write(folder.records / "run.yaml", yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
     _write(folder.records / "plan.json", json.dumps(plain(plan), indent=2) + "\n")
@@ -103,6 +120,10 @@ def environment(*, device: str, plugins: Mapping[str, str]) -> dict[str, Any]:
         "device": device,
         "commit": _commit(Path(__file__).parent),
     }
+
+
+def _unwritable(path: Path, why: str) -> Problem:
+    return Problem(key="output_dir", value=path, why=why, remedy="name a folder where files can be written")
 
 
 def _version(distribution: str) -> str | None:

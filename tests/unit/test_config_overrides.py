@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from halo_core.config import read
+from halo_core.errors import shown
 
 
 @pytest.fixture
@@ -159,3 +161,15 @@ def test_plugins_can_bring_further_words() -> None:
     result = read(None, given=given, more_words=words)
     assert not result.problems
     assert result.config.report_to == ("notebook", "wandb")
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = {"learning_rate": np.float64(1e-3), "weight_decay": np.float32(0.5), "seed": np.int64(7)}
+    found = read(None, given=given)
+    assert found.problems == ()
+    assert (found.config.learning_rate, found.config.weight_decay, found.config.seed) == (1e-3, 0.5, 7)
+
+
+def test_lists_and_mappings_in_problems_are_written_as_yaml() -> None:
+    assert shown([{"path": "a.jsonl", "split": None}, True, 0.5]) == "[{path: a.jsonl, split: null}, true, 0.5]"
+    assert shown(()) == "[]" and shown({}) == "{}"

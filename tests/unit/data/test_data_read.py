@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from halo_core import hub
 from halo_core.config import RunConfig
 from halo_core.data import prepare
 from halo_core.errors import Refused
@@ -204,11 +205,51 @@ def test_folder_without_data_and_files_that_are_not_what_they_say(tmp_path: Path
     assert "UTF-16" in refusal(dataset_name=str(tmp_path / "wide.jsonl"))
 
 
-def test_hub_set_that_cannot_be_reached_is_refused_with_the_reason(refusal: Callable[..., str]) -> None:
+def test_hub_set_that_cannot_be_read_is_refused_with_the_reason(
+    refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "obstacle", lambda: None)
     text = refusal(dataset_name="someone/some-rows")
     assert "dataset_name: someone/some-rows" in text
     assert "as a hub data set it cannot be read" in text
     assert "local file" in text
+
+
+def test_hub_that_cannot_be_reached_is_told_without_the_retries_of_its_client(
+    refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_dataset(*given: Any, **named: Any) -> None:
+        raise AssertionError("it was asked all the same")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(hub, "obstacle", lambda: "the hub cannot be reached (no route)")
+    assert "the hub cannot be reached (no route)" in refusal(dataset_name="someone/some-rows")
+
+
+def test_hub_set_in_the_cache_is_read_without_the_hub(
+    prepared: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "someone___some-rows").mkdir()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **named: datasets.Dataset.from_list([chat(1)]))
+    monkeypatch.setattr(hub, "obstacle", lambda: "the hub cannot be reached (no route)")
+    assert prepared(dataset_name="someone/some-rows").account.train.rows == 1
+
+
+def test_what_is_neither_file_nor_folder_is_told_as_that(refusal: Callable[..., str]) -> None:
+    assert "it is neither a file nor a folder" in refusal(dataset_name="/dev/null")
+
+
+@pytest.mark.parametrize("column", ["text", "messages"])
+def test_half_a_character_is_a_fault_of_its_row_alone(
+    column: str, tmp_path: Path, refusal: Callable[..., str], prepared: Prepare
+) -> None:
+    whole = chat(0) if column == "messages" else {"text": "question 0"}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(whole) + "\n" + json.dumps(whole).replace("question", "\\ud83d"))
+    text = refusal(dataset_name=str(file))
+    assert "1 of 2 training rows" in text and f"{file}:2: half a character: \\ud83d stands alone" in text
+    assert prepared(dataset_name=str(file), on_bad_row="skip").account.train.rows == 1
 
 
 def test_hub_set_is_asked_for_by_name_config_and_split(monkeypatch: pytest.MonkeyPatch, prepared: Prepare) -> None:
@@ -218,6 +259,7 @@ def test_hub_set_is_asked_for_by_name_config_and_split(monkeypatch: pytest.Monke
         asked.append((path, name, split))
         return datasets.Dataset.from_list([chat(len(asked))])
 
+    monkeypatch.setattr(hub, "obstacle", lambda: None)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     read = prepared(
         dataset_name="someone/rows", dataset_config="small", dataset_train_split="train[:1]", eval_strategy="epoch"

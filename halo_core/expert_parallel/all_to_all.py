@@ -86,7 +86,7 @@ class AllToAll:
 
 
 def exchange(values: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Return the rows [sum(receive), ...] that the others have for this process, in their order; values [sum(send), ...]."""
+    """Return the rows [sum(receive), ...] that all have for this process, in their order; values [sum(send), ...]."""
     arrived = values.new_empty((sum(receive), *values.shape[1:]))
     dist.all_to_all_single(arrived, values.contiguous(), receive, send, group=group)
     return arrived

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar, Token
-from types import TracebackType
 from typing import TypeVar
 
 from halo_core.expert_parallel.dispatcher import Ticket
@@ -28,7 +27,7 @@ class FirstPass:
     def __enter__(self) -> None:
         self._outer.append(_PASS.set(self))
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         _PASS.reset(self._outer.pop())
 
 

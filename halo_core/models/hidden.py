@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from halo_core.kernels.head import HeadKernel, chunked
 from halo_core.registry import Architecture
+from halo_core.sharding.entrance import decoder_of
 
 
 class TokenBatch(Protocol):
@@ -36,7 +37,7 @@ class TokenBatch(Protocol):
 
 def last_hidden(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     """Return the decoder's last hidden states, after its final norm, [B, S, H]."""
-    output = model.get_decoder()(
+    output = decoder_of(model)(
         input_ids=batch.input_ids,
         attention_mask=padding_mask(batch.segment_ids),
         position_ids=batch.position_ids,

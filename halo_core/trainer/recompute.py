@@ -1,19 +1,24 @@
 """Activation checkpointing: layers are computed again in backward instead of keeping their activations.
 
 Not for choosing layers: every layer that transformers marks for it is recomputed. A recomputed router must send
-tokens to the experts of the first pass even when scores are tied or noisy, so the choice is replayed.
+tokens to the experts of the first pass even when scores are tied or noisy, so the choice is replayed; and with it what
+dispatches between processes found out about their rows.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+
+from halo_core.expert_parallel.dispatcher import Ticket
+from halo_core.expert_parallel.recall import FirstPass, SecondPass
 
 _TOP_K = (torch.topk, torch.Tensor.topk)
 
@@ -50,10 +55,31 @@ def _scores_and_dim(input: Tensor, k: int, dim: int = -1, *_: Any, **__: Any) ->
     return input, dim
 
 
-def replayed_choices() -> tuple[_Choices, _Choices]:
-    """Return the pair of modes for one layer: first pass, recomputation."""
+class _Together:
+    """Two contexts as one that can be entered again."""
+
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        self.contexts = contexts
+        self.entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        stack = ExitStack()
+        for context in self.contexts:
+            stack.enter_context(context)
+        self.entered.append(stack)
+
+    def __exit__(self, *fault: Any) -> None:
+        self.entered.pop().__exit__(*fault)
+
+
+def replayed_choices() -> tuple[_Together, _Together]:
+    """Return the pair of contexts for one layer: first pass, recomputation."""
     chosen: deque[Tensor] = deque()
-    return _Choices(chosen, replays=False), _Choices(chosen, replays=True)
+    tickets: deque[Ticket] = deque()
+    return (
+        _Together(_Choices(chosen, replays=False), FirstPass(tickets)),
+        _Together(_Choices(chosen, replays=True), SecondPass(tickets)),
+    )
 
 
 def enable_recompute(model: PreTrainedModel, *, routes: bool) -> None:

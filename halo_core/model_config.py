@@ -22,6 +22,12 @@ from halo_core.registry import Architecture, Family, Registry
 
 TINY = ("tiny", "tiny-dense")
 
+PARTS_FOLDER = "ep-shards"
+"""Where a run with save_sharded_ep leaves the parts of its model, inside output_dir."""
+PARTS_MANIFEST = "ep-shards.json"
+"""The file that tells such a folder."""
+MERGE = "halo run merge-ep-shards"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -161,8 +167,24 @@ def read(name: str, revision: str | None, registry: Registry, *, may_use_bundled
     return _from_hub(name, revision)
 
 
+def parts_in(folder: Path) -> Path | None:
+    """Return the folder of a model's parts that a folder without config.json is or holds, or None."""
+    if (folder / "config.json").is_file():
+        return None
+    return next((one for one in (folder, folder / PARTS_FOLDER) if (one / PARTS_MANIFEST).is_file()), None)
+
+
+def parts_problem(key: str, folder: Path, parts: Path) -> Problem:
+    """Return the problem that `folder` is given as a model and holds one in parts."""
+    why = "it holds the parts of a model that several processes wrote, not yet put together"
+    return Problem(key=key, value=folder, why=why, remedy=f"{MERGE} {parts} OUT, then give OUT")
+
+
 def _from_file(file: Path, name: str, origin: str) -> ModelConfig | Problem:
     if not file.is_file():
+        parts = parts_in(file.parent)
+        if parts is not None:
+            return parts_problem("model_name_or_path", file.parent, parts)
         return _problem(name, f"{file} does not exist", "give a folder that holds config.json and safetensors files")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -20,6 +20,8 @@ MARKER = "complete.json"
 """Written last: the size and checksum of every other file. A folder without it is not a checkpoint."""
 ELSEWHERE = "elsewhere"
 """In the marker: the files of processes that write to a folder of this name on other machines."""
+PUBLISHED = ("checkpoint-*", "ep-shards")
+"""Names of the folders that are written this way."""
 PARTIAL = ".partial"
 REPLACED = ".replaced"
 SET_ASIDE = ".set-aside"
@@ -178,6 +180,14 @@ def faults(folder: Path, *, contents: bool, share: tuple[int, int] = (0, 1)) -> 
     return found
 
 
+def elsewhere(folder: Path) -> tuple[str, ...]:
+    """Return the files that other machines wrote to folders of their own; none where the marker cannot be read."""
+    try:
+        return tuple(json.loads((folder / MARKER).read_text(encoding="utf-8")).get(ELSEWHERE, ()))
+    except (OSError, ValueError, AttributeError):
+        return ()
+
+
 def step_of(path: Path) -> int | None:
     """Return the step of a folder named like a checkpoint, or None."""
     named = _NAME.fullmatch(path.name)
@@ -198,14 +208,14 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 
 def clean(output_dir: Path) -> None:
-    """Remove what a killed save left behind in `output_dir`; a checkpoint caught between two renames is put back."""
-    for path in output_dir.glob(f"checkpoint-*{REPLACED}"):
+    """Remove what a killed save left behind in `output_dir`; a folder caught between two renames is put back."""
+    for path in _left_behind(output_dir, REPLACED):
         original = path.with_name(path.name.removesuffix(REPLACED))
         if original.exists():
             shutil.rmtree(path)
         else:
             path.rename(original)
-    for path in output_dir.glob(f"checkpoint-*{PARTIAL}"):
+    for path in _left_behind(output_dir, PARTIAL):
         shutil.rmtree(path)
 
 
@@ -248,6 +258,10 @@ def _marker(here: Iterable[Files], elsewhere: Iterable[Files]) -> bytes:
     other = {name: entry for files in elsewhere for name, entry in files.items() if name not in own}
     text: dict[str, Mapping[str, Any]] = {"files": own, ELSEWHERE: other} if other else {"files": own}
     return json.dumps(text, indent=2).encode()
+
+
+def _left_behind(output_dir: Path, suffix: str) -> list[Path]:
+    return [path for name in PUBLISHED for path in output_dir.glob(f"{name}{suffix}")]
 
 
 def _rename_over(partial: Path, folder: Path) -> None:

@@ -7,54 +7,32 @@ prediction head) is copied from the source's files byte for byte.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from halo_core import process_group
+from halo_core.checkpoint import agreement, export_files
 from halo_core.checkpoint.atomic import SaveFailed
+from halo_core.checkpoint.export_files import CONFIG_FILE, NewFile, SourceTensors
+from halo_core.checkpoint.full_tensors import WRITER, FullTensors, Gathered
 from halo_core.errors import Problem, Refused
-from halo_core.models.layout import Group, Layout, read_layout, to_source
-from halo_core.models.safetensors_files import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    StoredTensor,
-    WeightFile,
-    header_of,
-    metadata_of,
-    read_file,
-)
+from halo_core.models.layout import Layout, read_layout
+from halo_core.models.safetensors_files import WeightFile, read_file
 from halo_core.models.source import weight_files
 from halo_core.registry import Architecture, text_config
 
 PARTIAL_FOLDER = ".export.partial"
 """Where an export is written before it is moved into place, inside the output folder so that moving is renaming."""
 
-MARGIN = 1 << 20
-"""Bytes of free space asked for beyond the files themselves, for headers, folders and journals."""
-
-DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-}  # fmt: skip
-
-NOT_COPIED = ("README.md", "metrics.jsonl")
-"""The source's model card speaks of another model; a source that is itself a run's folder has that run's metrics."""
-
-WEIGHT_SUFFIXES = (
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json",
-)  # fmt: skip
-COPIED_FOLDERS = ("additional_chat_templates",)
-CONFIG_FILE = "config.json"
-
-Piece = bytes | memoryview
-Source = tuple[WeightFile, StoredTensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +46,23 @@ class Exported:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _NewFile:
-    """A weight file to be written: its whole head, and where each of its tensors comes from, in order."""
+class Draft:
+    """An export before anything is written. files: the weight files to be. text_only: the text class is written.
 
-    name: str
-    head: bytes
-    tensors: tuple[Source, ...]
+    companions: name -> origin of every other file. config: the source's config.json.
+    """
+
+    layout: Layout
+    files: tuple[NewFile, ...]
+    companions: Mapping[str, Path]
+    config: Mapping[str, Any]
+    text_only: bool
+    note: str
 
     @property
     def num_bytes(self) -> int:
-        return len(self.head) + sum(tensor.stop - tensor.start for _, tensor in self.tensors)
+        """Return the bytes of the weight files."""
+        return sum(file.num_bytes for file in self.files)
 
 
 def export(
@@ -89,7 +74,7 @@ def export(
     tokenizer_folder: Path | None = None,
     text_only: bool = False,
 ) -> Exported:
-    """Write `model` into `output_dir` and return what was written.
+    """Write `model` into `output_dir` and return what was written. A collective: rank 0 writes, the others send.
 
     source_folder: the folder the weights were loaded from. output_dir: may hold other files; they are left alone.
     tokenizer_folder: whose tokenizer files and chat template replace the source's.
@@ -100,7 +85,27 @@ def export(
 
     Raises:
         Refused: when output_dir is the source folder.
-        SaveFailed: when there is too little space, or the file system refuses; nothing is left behind.
+        SaveFailed: on every process, when rank 0 has too little space or its file system refuses; nothing is left
+            behind.
+    """
+    with process_group.together():
+        draft = read_draft(model, architecture, source_folder, output_dir, tokenizer_folder, text_only)
+    check_same_source(draft)
+    return write_draft(draft, model, architecture, Gathered(sharded_state(model)), output_dir)
+
+
+def read_draft(
+    model: PreTrainedModel,
+    architecture: Architecture,
+    source_folder: Path,
+    output_dir: Path,
+    tokenizer_folder: Path | None,
+    text_only: bool,
+) -> Draft:
+    """Return what an export would write.
+
+    Raises:
+        Refused: output_dir is the source folder, or the source's tensors are not those of the model.
     """
     if source_folder.resolve() == output_dir.resolve():
         raise Refused(
@@ -110,212 +115,122 @@ def export(
             )
         )
     files = [read_file(path) for path in weight_files(source_folder)]
-    layout = read_layout(model, files, architecture)
     config = json.loads((source_folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    is_wrapped = text_config(architecture.spec, config) is not config
-    if text_only and is_wrapped:
-        planned = _text_files(files, layout)
+    companions = export_files.companions(source_folder, tokenizer_folder)
+    return draft_of(model, architecture, files, config, companions, text_only)
+
+
+def draft_of(
+    model: PreTrainedModel,
+    architecture: Architecture,
+    files: list[WeightFile],
+    config: Mapping[str, Any],
+    companions: Mapping[str, Path],
+    text_only: bool,
+) -> Draft:
+    """Return the draft for a source whose weight files and config.json are known. Arguments as in `Draft`."""
+    layout = read_layout(model, files, architecture)
+    text_only = text_only and text_config(architecture.spec, config) is not config
+    if text_only:
+        planned = export_files.text_files(files, layout)
         note = (
             f"exported {type(model).__name__} alone, as export_text_only asks: {len(layout.untrained)} tensors of the "
             "source and its multimodal configuration are left out"
         )
     else:
-        planned = [_NewFile(name=f.path.name, head=f.head, tensors=tuple((f, t) for t in f.tensors)) for f in files]
+        planned = export_files.same_files(files)
         classes = ", ".join(config.get("architectures") or [type(model).__name__])
         note = f"exported as {classes}, in the source's own layout"
         if layout.untrained:
             note += f"; {len(layout.untrained)} tensors the run did not train are the source's, byte for byte"
-    needed = sum(file.num_bytes for file in planned)
+    return Draft(layout=layout, files=tuple(planned), companions=companions, config=config, text_only=text_only,
+                 note=note)
+
+
+def check_same_source(draft: Draft) -> None:
+    """Check that every process has the same source: each sends what it thinks the writer asks for. A collective.
+
+    Raises:
+        Refused: on every process, with the ranks that differ.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for file in draft.files:
+        digest.update(file.name.encode() + file.head)
+    process_group.agree("the source's tensors", digest.hexdigest(), remedy="give every machine the same model folder")
+
+
+def write_draft(
+    draft: Draft, model: PreTrainedModel, architecture: Architecture, full: FullTensors, output_dir: Path
+) -> Exported:
+    """Write an export into `output_dir`; a collective, in which rank 0 alone writes.
+
+    full: gives the model's whole tensors.
+
+    Raises:
+        SaveFailed: on every process, as `export`.
+    """
+    writes = process_group.rank() == WRITER
     staged = output_dir / PARTIAL_FOLDER
-    try:
-        _require_space(output_dir, needed)
+
+    def on_writer(act: Callable[[], None]) -> None:
+        agreed(act if writes else lambda: None, output_dir)
+
+    def begin() -> None:
+        export_files.require_space(output_dir, draft.num_bytes)
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(parents=True)
-        trained = _Trained(model, layout)
-        for file in planned:
-            _write_weights(staged / file.name, file, trained)
-        _write_companions(source_folder, staged, tokenizer_folder)
-        if text_only and is_wrapped:
-            _write_text_config(staged, model, architecture, config)
-            _write_index(staged, planned)
-        _compare(staged, planned)
-        _publish(staged, output_dir)
-    except OSError as fault:
-        raise SaveFailed(
-            what=f"the model could not be exported to {output_dir}: {fault}",
-            remedy="check that the folder can be written to, then resume the run",
-        ) from fault
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
-    return Exported(folder=output_dir, weight_files=tuple(f.name for f in planned), num_bytes=needed, note=note)
 
+    def finish() -> None:
+        for name, origin in draft.companions.items():
+            export_files.write(staged / name, [origin.read_bytes()])
+        if draft.text_only:
+            export_files.write_text_config(staged, model, architecture, draft.config)
+            export_files.write_index(staged, list(draft.files))
+        export_files.compare(staged, list(draft.files))
+        export_files.publish(staged, output_dir)
 
-class _Trained:
-    """The model's tensors in the source's layout and dtype, converted group by group as they are asked for."""
-
-    MOST_GROUPS = 4
-    """Converted groups held at once; a file lists one group's tensors close together."""
-
-    def __init__(self, model: PreTrainedModel, layout: Layout) -> None:
-        self.model, self.layout = model, layout
-        self.state = model.state_dict()
-        self.held: dict[tuple[str, ...], dict[str, Tensor]] = {}
-
-    def bytes_of(self, stored: StoredTensor) -> Piece | None:
-        """Return the bytes that take the place of a source tensor, or None when it was not trained."""
-        group = self.layout.group_of.get(stored.key)
-        if group is None:
-            assert stored.key in self.layout.untrained
-            return None
-        tensor = self._converted(group)[stored.key]
-        if tuple(tensor.shape) != stored.shape:
-            raise RuntimeError(f"{stored.key} would be written as {list(tensor.shape)}, the source has {stored.shape}")
-        data = tensor.to(DTYPES[stored.dtype]).contiguous().reshape(-1).view(torch.uint8)
-        return data.numpy().data if data.numel() else b""
-
-    def _converted(self, group: Group) -> dict[str, Tensor]:
-        if group.targets not in self.held:
-            if len(self.held) >= self.MOST_GROUPS:
-                del self.held[next(iter(self.held))]
-            tensors = {name: self.state[name].detach().cpu() for name in group.targets}
-            self.held[group.targets] = to_source(group, tensors, self.model)
-        return self.held[group.targets]
-
-
-def _write_weights(path: Path, file: _NewFile, trained: _Trained) -> None:
-    _write(path, _pieces(file, trained))
-
-
-def _pieces(file: _NewFile, trained: _Trained) -> Iterator[Piece]:
-    yield file.head
-    for origin, tensor in file.tensors:
-        replaced = trained.bytes_of(tensor)
-        if replaced is not None:
-            yield replaced
-        else:
-            yield from _bytes_in(origin.path, tensor.start, tensor.stop)
-
-
-def _bytes_in(path: Path, start: int, stop: int, chunk: int = 1 << 24) -> Iterator[bytes]:
-    with path.open("rb") as stream:
-        stream.seek(start)
-        while start < stop:
-            piece = stream.read(min(chunk, stop - start))
-            if not piece:
-                raise OSError(f"{path} ended early")
-            start += len(piece)
-            yield piece
-
-
-def _text_files(files: list[WeightFile], layout: Layout) -> list[_NewFile]:
-    """Return the files of the text class: the source's, without the untrained tensors, under the class's own keys."""
-    kept = {}
-    for file in files:
-        tensors = tuple((file, tensor) for tensor in file.tensors if tensor.key not in layout.untrained)
-        if tensors:
-            kept[file.path.name] = (file, tensors)
-    new = []
-    for name, (file, tensors) in kept.items():
-        entries = [(layout.group_of[t.key].members[t.key], t.dtype, t.shape) for _, t in tensors]
-        head = header_of(entries, metadata_of(file.head))
-        new.append(_NewFile(name=SINGLE_FILE if len(kept) == 1 else name, head=head, tensors=tensors))
-    return new
-
-
-def _write_text_config(
-    staged: Path, model: PreTrainedModel, architecture: Architecture, config: Mapping[str, Any]
-) -> None:
-    """Write the text part of the source's config.json as a configuration of its own."""
-    inner = dict(text_config(architecture.spec, config))
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "transformers_version"):
-        if name in config:
-            inner.setdefault(name, config[name])
-    inner["architectures"] = [type(model).__name__]
-    inner["model_type"] = model.config.model_type
-    inner["tie_word_embeddings"] = bool(model.all_tied_weights_keys)
-    _write(staged / CONFIG_FILE, [json.dumps(inner, indent=2).encode() + b"\n"])
-
-
-def _write_index(staged: Path, planned: list[_NewFile]) -> None:
-    (staged / INDEX_FILE).unlink(missing_ok=True)
-    if len(planned) == 1:
-        return
-    written = {file.name: read_file(staged / file.name) for file in planned}
-    index = {
-        "metadata": {"total_size": sum(t.stop - t.start for file in written.values() for t in file.tensors)},
-        "weight_map": {t.key: name for name, file in written.items() for t in file.tensors},
-    }
-    _write(staged / INDEX_FILE, [json.dumps(index, indent=2).encode() + b"\n"])
-
-
-def _write_companions(source: Path, staged: Path, tokenizer_folder: Path | None) -> None:
-    """Copy config.json, tokenizer, chat template and the like; the tokenizer folder's take the source's place."""
-    _copy(source, staged, lambda name: True)
-    if tokenizer_folder is not None:
-        _copy(tokenizer_folder, staged, lambda name: name not in (CONFIG_FILE, "generation_config.json", INDEX_FILE))
-
-
-def _copy(folder: Path, target: Path, wanted: Callable[[str], bool]) -> None:
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() and path.name in COPIED_FOLDERS:
-            shutil.copytree(path, target / path.name, dirs_exist_ok=True)
-        elif path.is_file() and _is_companion(path.name) and wanted(path.name):
-            _write(target / path.name, [path.read_bytes()])
-
-
-def _is_companion(name: str) -> bool:
-    if name == INDEX_FILE:
-        return True
-    return not (name.startswith(".") or name in NOT_COPIED or name.endswith(WEIGHT_SUFFIXES))
-
-
-def _compare(staged: Path, planned: list[_NewFile]) -> None:
-    """Check that every file on disk has the keys, order, dtypes and shapes it was meant to have."""
-    for file in planned:
-        meant = [(t.key, t.dtype, t.shape) for t in read_file(staged / file.name).tensors]
-        head = json.loads(file.head[8:])
-        head.pop("__metadata__", None)
-        order = sorted(head, key=lambda key: tuple(head[key]["data_offsets"]))
-        wanted = [(key, head[key]["dtype"], tuple(head[key]["shape"])) for key in order]
-        if meant != wanted or [t.shape for _, t in file.tensors] != [shape for *_, shape in wanted]:
-            raise RuntimeError(f"{file.name} was written with other tensors than planned")
-
-
-def _publish(staged: Path, output_dir: Path) -> None:
-    """Move everything into place, config.json last: without it no reader takes the folder for a model."""
-    (output_dir / CONFIG_FILE).unlink(missing_ok=True)
-    for name in _weights_of_an_earlier_export(output_dir) - {path.name for path in staged.iterdir()}:
-        (output_dir / name).unlink(missing_ok=True)
-    for path in sorted(staged.iterdir(), key=lambda path: path.name == CONFIG_FILE):
-        if path.is_dir():
-            shutil.rmtree(output_dir / path.name, ignore_errors=True)
-        path.replace(output_dir / path.name)
-    folder = os.open(output_dir, os.O_RDONLY)
+    tensors = SourceTensors(model, draft.layout, full)
     try:
-        os.fsync(folder)
+        on_writer(begin)
+        for file in draft.files:
+            # Not inside `agreed`, because fetching communicates.
+            fault = export_files.write_weights(staged / file.name if writes else None, file, tensors)
+            agreed(lambda fault=fault: _raise(fault), output_dir)  # type: ignore[misc]
+        on_writer(finish)
     finally:
-        os.close(folder)
+        if writes:
+            shutil.rmtree(staged, ignore_errors=True)
+    return Exported(folder=output_dir, weight_files=tuple(f.name for f in draft.files), num_bytes=draft.num_bytes,
+                    note=draft.note)
 
 
-def _weights_of_an_earlier_export(output_dir: Path) -> set[str]:
-    if (output_dir / INDEX_FILE).is_file():
-        return {path.name for path in weight_files(output_dir)} | {INDEX_FILE}
-    return {SINGLE_FILE}
+def sharded_state(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the model's state dict, every tensor as this process keeps it between steps."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return dict(model.state_dict())
 
 
-def _require_space(output_dir: Path, needed: int) -> None:
-    output_dir.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(output_dir).free
-    if free < needed + MARGIN:
-        raise SaveFailed(
-            what=f"the exported model needs {needed + MARGIN} bytes and {output_dir} has {free} bytes free",
-            remedy="free some space, then resume the run from its last checkpoint",
-        )
+def agreed(act: Callable[[], T], output_dir: Path) -> list[T]:
+    """Run `act` on every process as `agreement.agreed`; what the file system refuses is a failed export.
+
+    Raises:
+        SaveFailed: on every process.
+    """
+
+    def told() -> T:
+        try:
+            return act()
+        except OSError as fault:
+            raise SaveFailed(
+                what=f"the model could not be exported to {output_dir}: {fault}",
+                remedy="check that the folder can be written to, then resume the run",
+            ) from fault
+
+    return agreement.agreed(told)
 
 
-def _write(path: Path, pieces: Any) -> None:
-    with path.open("wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
+def _raise(fault: Exception | None) -> None:
+    if fault is not None:
+        raise fault

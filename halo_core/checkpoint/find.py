@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from halo_core.checkpoint import atomic
 from halo_core.checkpoint.identity import Identity, differences
 from halo_core.errors import Problem, Refused
+from halo_core.model_config import PARTS_MANIFEST
 
 KEY = "resume_from_checkpoint"
 FORMAT = 2
@@ -46,9 +47,14 @@ class Checkpoint:
 
     def parts(self, name: str) -> list[Path]:
         """Return the files here that hold parts of `name` (`weights.safetensors`): one per process that wrote some."""
-        stem, _, suffix = name.partition(".")
-        pattern = re.compile(rf"{stem}(-rank-\d+-of-\d+)?\.{suffix}")
-        return [self.path / file for file in self.files if pattern.fullmatch(file)]
+        return parts_of(name, self.path, self.files)
+
+
+def parts_of(name: str, folder: Path, files: Iterable[str]) -> list[Path]:
+    """Return which of `files` in `folder` hold parts of `name` (`weights.safetensors`)."""
+    stem, _, suffix = name.partition(".")
+    pattern = re.compile(rf"{stem}(-rank-\d+-of-\d+)?\.{suffix}")
+    return [folder / file for file in sorted(files) if pattern.fullmatch(file)]
 
 
 Faults: TypeAlias = Callable[[Path], list[str]]
@@ -135,6 +141,9 @@ def read(path: Path, asked: object, skipped: tuple[str, ...]) -> Checkpoint:
     Raises:
         Refused: its state.json cannot be read, or is of another format.
     """
+    if (path / PARTS_MANIFEST).is_file():
+        raise Refused(Problem(key=KEY, value=asked, why=f"{path} holds the parts of a finished model, no resume point",
+                              remedy="give a checkpoint-<step> folder"))
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         marker = json.loads((path / atomic.MARKER).read_text(encoding="utf-8"))

@@ -16,6 +16,7 @@ from halo_core import process_group
 from halo_core.checkpoint import agreement, atomic, find
 from halo_core.checkpoint.find import KEY, STATE, Checkpoint
 from halo_core.errors import Problem, Refused
+from halo_core.ranks import spans
 
 
 def find_together(asked: bool | str | Path | None, output_dir: Path) -> Checkpoint | None:
@@ -69,7 +70,7 @@ def _read(path: Path, asked: object, skipped: list[str]) -> Checkpoint:
     if len(set(digests)) > 1:
         others = [rank for rank, other in enumerate(digests) if other != digests[0]]
         raise Refused(
-            Problem(key=KEY, value=asked, why=f"{process_group.spans(others)} see another {path.name} than rank 0: "
+            Problem(key=KEY, value=asked, why=f"{spans(others)} see another {path.name} than rank 0: "
                     "its files have other contents", remedy="give every machine the checkpoint of one run"),
             everywhere=True)
     return checkpoint
@@ -92,5 +93,5 @@ def _by_ranks(faults: list[list[str]]) -> list[str]:
     for rank, own in enumerate(faults):
         for fault in own:
             holders.setdefault(fault, []).append(rank)
-    return [fault if len(ranks) == len(faults) else f"{fault} on {process_group.spans(ranks)}"
+    return [fault if len(ranks) == len(faults) else f"{fault} on {spans(ranks)}"
             for fault, ranks in holders.items()]

@@ -11,6 +11,7 @@ from typing import Any
 
 from halo_core.cli.main import load_registry
 from halo_core.errors import Problem, Refused
+from halo_core.model_config import parts_in, parts_problem
 
 
 def run(folder: Path, prompt: str, max_new_tokens: int) -> None:
@@ -20,7 +21,10 @@ def run(folder: Path, prompt: str, max_new_tokens: int) -> None:
         Refused: the folder is no complete Hugging Face folder, or there is nothing to generate.
     """
     problems = []
-    if not (folder / "config.json").is_file():
+    parts = parts_in(folder)
+    if parts is not None:
+        problems.append(parts_problem("DIR", folder, parts))
+    elif not (folder / "config.json").is_file():
         problems.append(_problem(folder, "it holds no config.json", "give a run's output_dir or a model folder"))
     if max_new_tokens < 1:
         why = "at least one token is generated"

@@ -81,6 +81,11 @@ def read_file(path: Path) -> WeightFile:
     return file
 
 
+def described(path: Path, head: bytes) -> WeightFile:
+    """Return the file that would have this head, whether or not one lies at `path`."""
+    return WeightFile(path=path, head=head, tensors=_tensors(json.loads(head[8:]), data_start=len(head)))
+
+
 def header_of(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
     """Return the head of a new file that holds these (key, dtype, shape), in this order."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from halo_core.errors import Problem, Refused
+from halo_core.model_config import parts_in, parts_problem
 from halo_core.models.safetensors_files import INDEX_FILE, SINGLE_FILE
 
 KEY = "model_name_or_path"
@@ -42,6 +43,9 @@ def check_folder(folder: Path) -> None:
     Raises:
         Refused: with every reason found.
     """
+    parts = parts_in(folder)
+    if parts is not None:
+        raise Refused(parts_problem(KEY, folder, parts))
     problems: list[Problem] = []
     config = _config(folder, problems)
     quantised = config.get("quantization_config")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from halo_core.checkpoint import export as exporting
+from halo_core.checkpoint import export_files
 from halo_core.checkpoint.atomic import SaveFailed
 from halo_core.checkpoint.export import export
 from halo_core.errors import Refused
@@ -231,7 +231,7 @@ def test_a_failing_export_leaves_no_folder_that_could_be_taken_for_a_model(
     def break_down(staged: Path, output_dir: Path) -> None:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(exporting, "_publish", break_down)
+    monkeypatch.setattr(export_files, "publish", break_down)
     with pytest.raises(SaveFailed, match="the disk is gone"):
         export(model, architecture, source, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -273,10 +273,10 @@ def test_too_little_space_names_needed_and_free_bytes(
     architecture, source = sources.architecture("qwen3"), sources.folder("qwen3")
     model = trained(architecture, source)
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(exporting.shutil, "disk_usage", lambda path: usage._replace(free=12345))
+    monkeypatch.setattr(export_files.shutil, "disk_usage", lambda path: usage._replace(free=12345))
     with pytest.raises(SaveFailed) as caught:
         export(model, architecture, source, tmp_path)
-    needed = (source / "model.safetensors").stat().st_size + exporting.MARGIN
+    needed = (source / "model.safetensors").stat().st_size + export_files.MARGIN
     assert f"needs {needed} bytes" in caught.value.what
     assert "12345 bytes free" in caught.value.what
     assert list(tmp_path.iterdir()) == []
@@ -292,7 +292,7 @@ def test_a_written_tensor_that_differs_from_its_plan_is_an_error(sources: Any, t
     source = read_file(sources.folder("qwen3") / "model.safetensors")
     kept = source.tensors[1:]
     head = header_of([(t.key, t.dtype, t.shape) for t in kept], metadata_of(source.head))
-    file = exporting._NewFile(name="model.safetensors", head=head, tensors=tuple((source, t) for t in kept))
+    file = export_files.NewFile(name="model.safetensors", head=head, tensors=tuple((source, t) for t in kept))
     shutil.copy(source.path, tmp_path)
     with pytest.raises(RuntimeError, match="other tensors than planned"):
-        exporting._compare(tmp_path, [file])
+        export_files.compare(tmp_path, [file])

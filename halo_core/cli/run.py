@@ -1,0 +1,35 @@
+"""`halo run`: tools for the folders that a run leaves behind, one command each.
+
+Not for training. A tool is a function here with the decorator; what it does lies in the module it imports, which is
+imported when the tool is called.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+TOOLS = typer.Typer(
+    name="run",
+    add_completion=False,
+    rich_markup_mode=None,
+    help="Tools for the folders that a run leaves behind.",
+)
+
+
+@TOOLS.command("merge-ep-shards")
+def merge_ep_shards(
+    folder: Annotated[Path, typer.Argument(metavar="IN", help="A run's ep-shards folder, or its output_dir.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The Hugging Face folder to write: new, or empty.")],
+    plugin: Annotated[
+        list[Path], typer.Option("--plugin", metavar="FILE.py", help="Load this plugin file as well.")
+    ] = [],  # noqa: B006  typer reads the default, nobody changes it
+) -> None:
+    """Make a Hugging Face folder of the parts that a run with save_sharded_ep: true has written."""
+    from halo_core.checkpoint.merge import merge
+    from halo_core.cli.main import load_registry
+
+    written = merge(folder, out, load_registry(plugin))
+    print(f"{written.note}: {written.folder}")

@@ -7,6 +7,7 @@ or is a problem. A value that fails keeps its default, so that later checks go o
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ from halo_core.config.values import Kind, Unfit, Word, near, shown
 from halo_core.errors import Problem
 
 COMMAND_LINE = "command line"
+_SECRET = re.compile(r"(hub|hf|auth|access|api|secret).*(token|key)$|password")
+"""Names whose values do not belong in what a run prints, which logs keep."""
 FOREIGN: Mapping[str, Foreign] = table(
     *(
         names.values()
@@ -267,8 +270,9 @@ def _with_words(kind: Kind, words: Sequence[str]) -> Kind:
 
 
 def _refuse(taken: _Taken, entry: Entry, why: str, remedy: str) -> None:
+    value = "(not shown)" if _SECRET.search(entry.name.lower()) else shown(entry.node)
     taken.problems.append(
-        Problem(key=entry.name, value=shown(entry.node), line=entry.line, where=entry.where, why=why, remedy=remedy)
+        Problem(key=entry.name, value=value, line=entry.line, where=entry.where, why=why, remedy=remedy)
     )
 
 

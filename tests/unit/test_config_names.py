@@ -243,3 +243,9 @@ def test_a_strangers_file_for_trl_reads_without_a_problem() -> None:
     result = read(None, given=given)
     assert not result.problems, [problem.text() for problem in result.problems]
     assert result.config.lora_target_modules == ("all-linear",)
+
+
+@pytest.mark.parametrize("name", ["hub_token", "push_to_hub_token", "hf_token", "wandb_api_key", "HF_TOKEN"])
+def test_a_secret_is_refused_without_being_printed(name: str) -> None:
+    (problem,) = read(None, [f"{name}=hf_abc"]).problems
+    assert problem.key == name and "hf_abc" not in problem.text() and "(not shown)" in problem.text()

@@ -6,6 +6,7 @@ Not for the model, its family or the number of processes: `plan.py` knows those.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from halo_core.config.keys import KEYS, RunConfig
 from halo_core.errors import Problem, shown
@@ -53,6 +54,13 @@ def remarks(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[str, str
         yield (
             "eval_strategy",
             f"eval_steps is not set, so rows are evaluated every logging_steps: {shown(config.logging_steps)}",
+        )
+    if config.model_revision and config.model_name_or_path and Path(config.model_name_or_path).expanduser().is_dir():
+        yield "model_revision", "has no effect on a folder; it chooses a version of a hub id"
+    if config.max_steps > 0 and config.warmup_steps >= config.max_steps:
+        yield (
+            "warmup_steps",
+            f"the run ends at max_steps: {config.max_steps}, while the rate still rises, short of learning_rate",
         )
     best = config.load_best_model_at_end or config.save_strategy == "best"
     if not best:

@@ -173,3 +173,11 @@ def test_numbers_of_numpy_are_numbers() -> None:
 def test_lists_and_mappings_in_problems_are_written_as_yaml() -> None:
     assert shown([{"path": "a.jsonl", "split": None}, True, 0.5]) == "[{path: a.jsonl, split: null}, true, 0.5]"
     assert shown(()) == "[]" and shown({}) == "{}"
+
+
+def test_a_revision_of_a_folder_and_a_warm_up_beyond_the_end_are_told(tmp_path: Path) -> None:
+    words = [f"model_name_or_path={tmp_path}", "model_revision=v2", "max_steps=3", "warmup_steps=300"]
+    revision, warm_up = sorted(read(None, words).notes)
+    assert "model_revision: has no effect on a folder" in revision
+    assert "warmup_steps: the run ends at max_steps: 3" in warm_up
+    assert read(None, ["model_name_or_path=org/name", "model_revision=v2", "max_steps=3", "warmup_steps=2"]).notes == ()

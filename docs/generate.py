@@ -10,7 +10,7 @@ Not for what people write themselves. A piece of a page stands between two comme
 The kinds are `command` (what it prints; `exit N` is the code it has to end with, `until WORD` leaves out the lines
 from the first that begins with the word), `file`, `first python block of`, and `table`. Commands run in a folder of
 their own that holds this repository's `docs`, `examples` and `plugins`, without a network, with the plugins that come
-with Halo and no others. White space at the end of a line is left out.
+with Halo and no others. White space at the end of a line and a plan's digest are left out.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ WHOLE: Mapping[str, Callable[[], str]] = {
 
 LANGUAGES = {".yaml": "yaml", ".jsonl": "json", ".py": "python"}
 SEEN = ("docs", "examples", "plugins")
+DIGEST = re.compile(r"^(digest: +)[0-9a-f]+$")
+"""A plan's digest changes with every field that a plan gains, and tells a reader nothing."""
 PIECE = re.compile(
     r"<!-- (?P<kind>[a-z ]+?)(?: \((?P<options>[^)\n]*)\))?: (?P<what>[^\n]+?) -->\n.*?<!-- end -->", re.DOTALL
 )
@@ -92,7 +94,7 @@ def command(line: str, options: Mapping[str, str]) -> str:
         lines = [*lines[: ends[0]], "[...]"]
     if "exit" in options:
         lines += ["$ echo $?", str(code)]
-    return fenced("console", "\n".join(text.rstrip() for text in lines))
+    return fenced("console", "\n".join(DIGEST.sub(r"\1[...]", text.rstrip()) for text in lines))
 
 
 @lru_cache

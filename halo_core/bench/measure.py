@@ -1,0 +1,176 @@
+"""Takes the times, memory, bytes and losses of a checked plan's training step on a fixture.
+
+Not for deciding what runs: the plan is made, and what is built here is what a run builds, but for the weights (random,
+made in memory) and the rows (random tokens of one length). Every process of a run calls `measure`.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from halo_core import process_group
+from halo_core.bench import fixture, receipt
+from halo_core.bench.assemble import Assembled, assemble
+from halo_core.bench.wire import Traffic, WireCount
+from halo_core.data.collate import collate
+from halo_core.data.order import StepOrder
+from halo_core.methods.sft import Sft
+from halo_core.model_config import TINY
+from halo_core.models.build import text_model_config
+from halo_core.models.hidden import Head, last_hidden
+from halo_core.models.tiny import tiny_config
+from halo_core.optim.build import build_optimizer
+from halo_core.optim.schedule import build_schedule
+from halo_core.plan import Checked
+from halo_core.runtime import ResolvedPlan
+from halo_core.topology import Topology
+from halo_core.trainer import balance
+from halo_core.trainer.step import StepOutcome, run_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What `measure` found, of all processes together.
+
+    parameters: of the whole model, tied ones once. tokens_per_step: of all processes. step_seconds: of each timed step,
+    the slowest process's. peak_bytes: the most that any process held, of GPU memory since the weights were made, or of
+    host memory since the process began. dispatcher: what tokens travel by, None where they do not. wire: kind of
+    collective -> calls and bytes of one more step, which is not timed, mean over processes. losses, grad_norms: of
+    warm-up and timed steps.
+    """
+
+    parameters: int
+    tokens_per_step: int
+    step_seconds: tuple[float, ...]
+    peak_bytes: int
+    dispatcher: str | None
+    wire: dict[str, Traffic]
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Return the median of the timed steps."""
+        return statistics.median(self.step_seconds)
+
+
+def complete(checked: Checked) -> Checked:
+    """Return the plan with the whole config.json of a tiny model, which has none of its own before it is written."""
+    if checked.config.model_name_or_path not in TINY:
+        return checked
+    spec = replace(checked.architecture.spec, tiny={k: v for k, v in checked.model_config.items() if k != "model_type"})
+    whole = tiny_config(replace(checked.architecture, spec=spec)).to_dict()
+    return replace(checked, model_config=whole)
+
+
+def measure(
+    checked: Checked, resolved: ResolvedPlan, *, steps: int, warmup: int, say: Callable[[str], None] = print
+) -> Measured:
+    """Run `warmup` steps, `steps` timed ones and one whose bytes are counted.
+
+    Raises:
+        TrainingStopped, StepFault: as a run would.
+    """
+    config, architecture, device = checked.config, checked.architecture, resolved.device
+    topology = Topology(degrees=checked.plan.degrees, rank=process_group.rank())
+    built = assemble(checked, resolved, topology)
+    say(f"{receipt.parameters(built.parameters)} are made; {warmup} steps to warm up, {steps} timed, one counted")
+    order = StepOrder(
+        num_rows=(warmup + steps + 1) * checked.plan.rows_per_step, per_device=config.per_device_train_batch_size,
+        data_ranks=topology.data_ranks, accumulation=config.gradient_accumulation_steps, seed=config.seed,
+    )  # fmt: skip
+    assert config.max_length is not None, "the length of rows is given"
+    rows = fixture.random_rows(
+        order.num_rows, length=config.max_length, seed=config.seed,
+        vocab_size=text_model_config(architecture, checked.model_config).vocab_size,
+    )  # fmt: skip
+    step = _stepper(checked, resolved, built, lambda number: [
+        [rows[index] for index in part] for part in order.micro_batches(number, topology.data_rank)
+    ], total=warmup + steps)  # fmt: skip
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    outcomes, seconds = [], []
+    for number in range(1, warmup + steps + 1):
+        began = _now(device)
+        outcomes.append(step(number))
+        seconds.append(_now(device) - began)
+    peak = _peak(device)
+    with WireCount() as wire:
+        step(warmup + steps + 1)
+    return Measured(
+        parameters=built.parameters,
+        tokens_per_step=outcomes[0].tokens,
+        step_seconds=tuple(max(of_ranks) for of_ranks in zip(*_of_all(seconds[warmup:]), strict=True)),
+        peak_bytes=max(_of_all(peak)),
+        dispatcher=built.dispatcher.name if built.dispatcher is not None else None,
+        wire=_mean(_of_all({**wire.by_kind, **built.wire()})),
+        losses=tuple(outcome.loss for outcome in outcomes),
+        grad_norms=tuple(outcome.grad_norm for outcome in outcomes),
+    )
+
+
+def _stepper(
+    checked: Checked, resolved: ResolvedPlan, built: Assembled, parts: Callable[[int], Sequence[Any]], *, total: int
+) -> Callable[[int], StepOutcome]:
+    """Return what does one whole optimizer step, counted from 1, as the training loop does it."""
+    config, model, architecture = checked.config, built.model, checked.architecture
+    optimizer, schedule = build_optimizer(model, config), build_schedule(config, total)
+    method, head = Sft(collate_rows=collate), Head(model, architecture, resolved.head_kernel)
+    balancing = balance.bias_update(model, architecture, checked.plan, config.router_balancing_rate, built.total)
+    forward = balance.counted(last_hidden, balancing)
+
+    def step(number: int) -> StepOutcome:
+        schedule.apply(optimizer, min(number, total))
+        outcome = run_step(
+            model=model, model_hidden=forward, head=head, method=method, optimizer=optimizer,
+            batches=[method.collate(part, 0) for part in parts(number)], max_grad_norm=config.max_grad_norm,
+            device=resolved.device, sharded=built.sharded,
+        )  # fmt: skip
+        if balancing is not None:
+            balancing.step()
+        return outcome
+
+    return step
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _of_all(value: Any) -> list[Any]:
+    """Return every process's value; a collective."""
+    if process_group.world() == 1:
+        return [value]
+    values: list[Any] = [None] * process_group.world()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _mean(of_ranks: Sequence[dict[str, Traffic]]) -> dict[str, Traffic]:
+    total: dict[str, Traffic] = {}
+    for one in of_ranks:
+        for kind, traffic in one.items():
+            total[kind] = total.get(kind, Traffic()) + traffic
+    count = len(of_ranks)
+    return {
+        kind: Traffic(calls=t.calls // count, handed=t.handed // count, sent=t.sent // count)
+        for kind, t in sorted(total.items())
+    }

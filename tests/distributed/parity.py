@@ -123,6 +123,13 @@ def one_process(
     return _steps(model, architecture, setting, rate, None, lambda window: [window])
 
 
+def starting_weights(architecture: Architecture, folder: Path) -> dict[str, Tensor]:
+    """Return the weights and buffers that every run begins with."""
+    model = _build(architecture, folder, choice.kernel("grouped", may_skip=False))
+    load_weights(model, folder, architecture)
+    return {name: whole(tensor) for name, tensor in model.state_dict().items()}
+
+
 def several_processes(
     architecture: Architecture, folder: Path, setting: Setting, rate: float,
     kernel: Any = ParallelExperts, alter: Any = None,
@@ -193,7 +200,7 @@ def _steps(
 ) -> Expected:  # fmt: skip
     config = model.config
     if setting.recomputed and sharded is not None:
-        enable_recompute(model, routes=True)
+        enable_recompute(model, routes=architecture.spec.is_moe)
     optimizer = _Recording(model, rate)
     head = Head(model, architecture)
     outcomes: list[Any] = []

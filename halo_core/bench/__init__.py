@@ -1,4 +1,5 @@
-"""Measures the product's own training step on a model of a published shape: `fixture.py` is what it trains on,
-`random_weights.py` what it starts from, `wire.py` counts bytes, `measure.py` takes the times, `receipt.py` keeps them.
+"""Measures the product's own training step: `shape.py` is the model's shape, `random_weights.py` and `random_rows.py`
+fill it and feed it, `assemble.py` builds what a run builds, `measure.py` takes the times, `wire.py` counts bytes,
+`receipt.py` keeps the result and `page.py` shows all of them.
 Not for training something anyone wants (`halo_core.trainer`).
 """

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from halo_core import process_group
-from halo_core.bench import fixture, receipt
+from halo_core.bench import random_rows, receipt
 from halo_core.bench.assemble import Assembled, assemble
 from halo_core.bench.wire import Traffic, WireCount
 from halo_core.data.collate import collate
@@ -89,7 +89,7 @@ def measure(
         data_ranks=topology.data_ranks, accumulation=config.gradient_accumulation_steps, seed=config.seed,
     )  # fmt: skip
     assert config.max_length is not None, "the length of rows is given"
-    rows = fixture.random_rows(
+    rows = random_rows.make(
         order.num_rows, length=config.max_length, seed=config.seed,
         vocab_size=text_model_config(architecture, checked.model_config).vocab_size,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 from halo_core import config as configuration
 from halo_core import plan as planning
 from halo_core import process_group
-from halo_core.bench import fixture
+from halo_core.bench import shape
 from halo_core.cli import endings, launch
 from halo_core.cli.main import explain, load_registry
 from halo_core.cli.train import agree, split
@@ -110,7 +110,7 @@ def planned(words: tuple[str, ...], options: Options, world: int, problems: Sequ
     read = replace(read, config=config, problems=(*wrong, *read.problems))
     # As a dry-run: a configuration that a plugin bundles is enough.
     checked = planning.build(read, registry, nproc=world, family=options.family, dry_run=True)
-    return replace(checked, model_config=fixture.cut(checked.model_config, checked.architecture, options.layers))
+    return replace(checked, model_config=shape.cut(checked.model_config, checked.architecture, options.layers))
 
 
 def given(options: Options) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""The fixture of a benchmark: a model's shape, cut to fewer layers where asked, and rows of random tokens.
+"""The shape that a benchmark trains: a published config.json, cut to fewer layers where asked.
 
-Not for weights (`random_weights.py`). No torch here.
+Not for weights (`random_weights.py`) nor rows (`random_rows.py`). No torch here.
 """
 
 from __future__ import annotations
@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from halo_core.data.rows import Row, Rows
 from halo_core.errors import Problem, Refused
 from halo_core.registry import Architecture, size, text_config
 
@@ -18,7 +15,7 @@ from halo_core.registry import Architecture, size, text_config
 def cut(model_config: Mapping[str, Any], architecture: Architecture, layers: int | None) -> dict[str, Any]:
     """Return config.json with the first `layers` layers alone; None keeps all.
 
-    Lists with one entry per layer (such as `layer_types`) are cut too. How the weights were stored is left out: there
+    Lists with one entry per layer (such as `layer_types`) and tables by layer number are cut too. How the weights were stored is left out: there
     are none to read.
 
     Raises:
@@ -37,20 +34,8 @@ def cut(model_config: Mapping[str, Any], architecture: Architecture, layers: int
     for key, value in inner.items():
         if isinstance(value, list) and len(value) == total:
             inner[key] = value[:layers]
+        elif isinstance(value, Mapping) and value and all(str(number).isdigit() for number in value):
+            inner[key] = {number: entry for number, entry in value.items() if int(number) < layers}
     inner |= {name: layers for name in names if name in inner}
     nested = architecture.spec.text_config
     return config | {nested: inner} if nested is not None and isinstance(config.get(nested), Mapping) else inner
-
-
-def random_rows(count: int, *, length: int, vocab_size: int, seed: int) -> Rows:
-    """Return `count` rows of exactly `length` tokens, every token supervised: nothing is padded or packed.
-
-    The same arguments give the same rows on every machine.
-    """
-    # Raw words, which numpy keeps the same over its versions; the bias of the remainder is below one in 10**13.
-    words = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(count * length)
-    tokens = (words % np.uint64(vocab_size)).astype(np.int64).reshape(count, length)
-    rows = Rows()
-    for row_id, row in enumerate(tokens):
-        rows.add(Row(row_id=row_id, input_ids=row.tolist(), supervised=[True] * length))
-    return rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -124,7 +123,7 @@ def cut_off(source: Path, root: Path) -> tuple[Any, list[str]]:
     write(source, REPLICAS, machine(root), 1, 2)
     dist.barrier()
     if dist.get_rank() == 2:
-        os.rename(machine(root) / "checkpoint-2", machine(root) / "checkpoint-2.partial")
+        (machine(root) / "checkpoint-2").rename(machine(root) / "checkpoint-2.partial")
     dist.barrier()
     outcome = read(source, REPLICAS, machine(root))
     checkpoint = find_together(True, machine(root))
@@ -197,7 +196,7 @@ def test_one_process_that_fails_fails_all_each_in_its_way() -> None:
             if dist.get_rank() == 1:
                 raise error
 
-        with pytest.raises(Exception) as caught:  # noqa: PT011
+        with pytest.raises(Exception) as caught:
             agreed(act)
         return f"{type(caught.value).__name__}: {caught.value}"
 

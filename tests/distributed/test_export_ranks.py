@@ -52,7 +52,8 @@ class Small:
     def expected(self, name: str) -> Path:
         folder = self.root / name / "expected"
         if not folder.exists():
-            export(marked(ARCHITECTURES[name], self.source(name), ALONE), ARCHITECTURES[name], self.source(name), folder)
+            architecture, source = ARCHITECTURES[name], self.source(name)
+            export(marked(architecture, source, ALONE), architecture, source, folder)
         return folder
 
 
@@ -242,7 +243,7 @@ def gathered(source: Path) -> list[Any]:
 
 def test_whole_tensors_come_together_on_the_writer_alone(small: Small) -> None:
     for found in ranks.run(4, gathered, small.source("lfm2_moe")):
-        assert len(found) > 60 and all(found)
+        assert len(found) > 40 and all(found)
 
 
 def test_groups_are_let_go_once_written(small: Small, tmp_path: Path) -> None:

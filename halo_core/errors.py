@@ -44,10 +44,14 @@ class Problem:
 
 
 class Refused(Exception):
-    """Raised once with every problem found; a command prints them and exits with code 2, without a traceback."""
+    """Raised once with every problem found; a command prints them and exits with code 2, without a traceback.
 
-    def __init__(self, problems: Problem | Iterable[Problem]) -> None:
+    everywhere: every process of the run raises this same refusal, so that one of them tells it for all.
+    """
+
+    def __init__(self, problems: Problem | Iterable[Problem], *, everywhere: bool = False) -> None:
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        self.everywhere = everywhere
         assert self.problems, "a refusal needs at least one problem"
         super().__init__(self.text())
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -138,7 +137,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cuda", torch.cuda.current_device())  # of several processes, each has set its own on joining
 
 
 def _experts(

@@ -16,6 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from halo_core import registry as facts
+from halo_core.cli.endings import JobEnded
+from halo_core.cli.run import TOOLS
 from halo_core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MISTAKE, Problem, Refused
 from halo_core.plugins import PluginFault, fault_text
 
@@ -27,6 +29,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Post-training for Hugging Face mixture-of-experts models: families are plugins.",
 )
+app.add_typer(TOOLS)
 PluginFiles = Annotated[list[Path], typer.Option("--plugin", metavar="FILE.py", help="Load this plugin file as well.")]
 
 
@@ -36,14 +39,69 @@ def train(
     family: Annotated[
         str | None, typer.Option("--family", "-f", help="The model family; read from the model if left out.")
     ] = None,
-    nproc: Annotated[int, typer.Option("--nproc", "-n", help="Number of processes.")] = 1,
+    nproc: Annotated[int, typer.Option("--nproc", "-n", help="Number of processes on this machine.")] = 1,
+    nnodes: Annotated[int | None, typer.Option("--nnodes", help="Number of machines.")] = None,
+    node_rank: Annotated[
+        int | None, typer.Option("--node-rank", metavar="RANK", help="Which of the machines this is, from 0.")
+    ] = None,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="Where machines meet: a port of RANK 0.")
+    ] = None,
     plugin: PluginFiles = [],  # noqa: B006  typer reads the default, nobody changes it
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
 ) -> None:
     """Train: halo train [--family F] CONFIG.yaml [key=value ...]. An override replaces the file's key."""
-    from halo_core.cli.train import run
+    from halo_core.cli.train import Options, run
 
-    run(tuple(context.args), family=family, nproc=nproc, plugin_files=tuple(plugin), dry_run=dry_run)
+    run(
+        tuple(context.args),
+        Options(
+            family=family,
+            nproc=nproc,
+            nodes=nnodes,
+            node_rank=node_rank,
+            endpoint=rdzv_endpoint,
+            plugin_files=tuple(plugin),
+            dry_run=dry_run,
+        ),
+    )
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", metavar="ID", help="A hub id whose shape a plugin knows, a folder, or tiny."),
+    ] = None,
+    family: Annotated[str | None, typer.Option("--family", "-f", help="The model family, for tiny.")] = None,
+    layers: Annotated[int | None, typer.Option("--layers", help="Only the first so many layers.")] = None,
+    seq: Annotated[int | None, typer.Option("--seq", help="Tokens of each row: max_length.")] = None,
+    batch: Annotated[int | None, typer.Option("--batch", help="Rows: per_device_train_batch_size.")] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps that are timed.")] = 5,
+    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Optimizer steps before them.")] = 3,
+    nproc: Annotated[int, typer.Option("--nproc", "-n", help="Number of processes on this machine.")] = 1,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.json", help="Write the receipt there.")] = None,
+    plugin: PluginFiles = [],  # noqa: B006
+) -> None:
+    """Measure the training step on random weights and rows: halo bench [CONFIG.yaml] [--model ID] [key=value ...]."""
+    from halo_core.cli.bench import Options, run
+
+    run(
+        tuple(context.args),
+        Options(
+            model=model,
+            family=family,
+            layers=layers,
+            seq=seq,
+            batch=batch,
+            steps=steps,
+            warmup=warmup,
+            nproc=nproc,
+            out=out,
+            plugin_files=tuple(plugin),
+        ),
+    )
 
 
 @app.command()
@@ -138,36 +196,42 @@ def exit_code(arguments: Sequence[str]) -> int:
         if outcome == EXIT_INTERRUPTED:  # typer turns Ctrl-C into this number
             print("halo: interrupted", file=sys.stderr)
         return int(outcome) if isinstance(outcome, int) else 0
-    except Refused as refusal:
-        print(f"halo: refused\n{refusal.text()}", file=sys.stderr)
-        return EXIT_MISTAKE
-    except typer.Exit as leave:
+    except (typer.Exit, JobEnded) as leave:
         return int(leave.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        print("halo: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
     except BrokenPipeError:
         return _reader_left()
     except SystemExit as leave:
         if isinstance(leave.__context__, BrokenPipeError):  # typer's own answer to it
             return _reader_left()
         raise
-    except PluginFault as fault:
-        traceback.print_exception(fault.__cause__)
-        print(f"halo: {fault}\nTell its authors, or leave it out with HALO_DISABLE_PLUGINS", file=sys.stderr)
-        return EXIT_BUG
-    except Exception as fault:
-        # The classes of the command line's own mistakes depend on typer's version: some bring a click of their own.
-        if callable(explain := getattr(fault, "format_message", None)):
-            print(f"halo: {explain()}\nTry: {_help_line(words)}", file=sys.stderr)
-            return EXIT_MISTAKE
-        code = getattr(fault, "exit_code", None)
-        if isinstance(code, int):  # a stop that the run itself explains: no traceback
-            print(f"halo: {fault}", file=sys.stderr)
-            return code
-        traceback.print_exc()
-        print("halo: this is our fault, not yours; please report it with the lines above", file=sys.stderr)
-        return EXIT_BUG
+    except (Exception, KeyboardInterrupt) as fault:
+        code, text = explain(fault, words)
+        print(text, file=sys.stderr)
+        return code
+
+
+def explain(fault: BaseException, words: Sequence[str] = ("train",)) -> tuple[int, str]:
+    """Return the exit code of what ended a command, and what a person reads about it.
+
+    words: the command line. A traceback is only for what is nobody's mistake but ours, or a plugin's.
+    """
+    if isinstance(fault, Refused):
+        return EXIT_MISTAKE, f"halo: refused\n{fault.text()}"
+    if isinstance(fault, KeyboardInterrupt | typer.Abort):
+        return EXIT_INTERRUPTED, "halo: interrupted"
+    if isinstance(fault, PluginFault):
+        trace = "".join(traceback.format_exception(fault.__cause__))
+        return EXIT_BUG, f"{trace}halo: {fault}\nTell its authors, or leave it out with HALO_DISABLE_PLUGINS"
+    if isinstance(fault, BrokenPipeError):  # only of one process among several, which may not leave the others
+        return EXIT_BUG, "halo: nobody reads the output any more"
+    # The classes of the command line's own mistakes depend on typer's version: some bring a click of their own.
+    if callable(said := getattr(fault, "format_message", None)):
+        return EXIT_MISTAKE, f"halo: {said()}\nTry: {_help_line(words)}"
+    code = getattr(fault, "exit_code", None)
+    if isinstance(code, int):  # a stop that the run itself explains: no traceback
+        return code, f"halo: {fault}"
+    trace = "".join(traceback.format_exception(fault))
+    return EXIT_BUG, f"{trace}halo: this is our fault, not yours; please report it with the lines above"
 
 
 def _reader_left() -> int:
@@ -181,7 +245,8 @@ def _help_line(words: Sequence[str]) -> str:
 
 
 def _our_commands() -> set[str]:
-    return {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    own = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    return own | {str(TOOLS.info.name)}
 
 
 def _add_plugin_commands(arguments: Sequence[str]) -> None:

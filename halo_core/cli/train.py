@@ -1,43 +1,139 @@
-"""`halo train`: from words on the command line to a plan, a dry-run, or a run.
+"""`halo train`: from words on the command line to a plan, a dry-run, or a run of one or several processes.
 
 Not for training: `halo_core.trainer` does that, the Python API calls it as well.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
-from dataclasses import replace
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 from halo_core import config as configuration
 from halo_core import plan as planning
-from halo_core.cli.main import load_registry
+from halo_core import process_group
+from halo_core.cli import endings, launch
+from halo_core.cli.main import explain, load_registry
 from halo_core.errors import Problem, Refused
+from halo_core.plan import Checked
+from halo_core.ranks import Ranks, ranks_from
 from halo_core.trainer import preflight
 
+AGREED_VERSIONS = ("halo-moe", "torch", "transformers", "safetensors", "datasets", "tokenizers", "numpy")
+"""Distributions whose versions every process of a run must share."""
 
-def run(
-    words: tuple[str, ...], *, family: str | None, nproc: int, plugin_files: tuple[Path, ...], dry_run: bool
-) -> None:
-    """Check the run, then print its plan (`dry_run`) or do it.
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `halo train`, as typed; None and 1 are what was left out."""
+
+    family: str | None = None
+    nproc: int = 1
+    nodes: int | None = None
+    node_rank: int | None = None
+    endpoint: str | None = None
+    plugin_files: tuple[Path, ...] = ()
+    dry_run: bool = False
+
+
+def run(words: tuple[str, ...], options: Options) -> None:
+    """Check the run, then print its plan (`dry_run`), do it, or start the processes that do it together.
+
+    A process that a launcher or SLURM has started joins the others instead.
 
     Raises:
         Refused: with every problem of the command line, the file and the plan.
+        JobEnded: the processes started here have ended; what they had to say was said.
     """
-    file, overrides, problems = split(words)
-    registry = load_registry(plugin_files)
+    ranks = Ranks() if options.nodes is not None else ranks_from(os.environ)
+    if ranks.world > 1:
+        take_part(words, options, ranks)
+    job = launch.Job(nproc=options.nproc, nodes=options.nodes or 1, node_rank=options.node_rank or 0,
+                     endpoint=options.endpoint or "")
+    problems = launch.job_problems(options.nproc, options.nodes, options.node_rank, options.endpoint)
+    # A wrong number of machines is told once; the plan is then checked for one.
+    checked = check(words, options, job.nproc if problems else job.world, problems)
+    if options.dry_run:
+        show(checked)
+    elif job.world > 1:
+        command = launch.command(worker_words(words, options))
+        raise endings.JobEnded(launch.launch(command, job, save_timeout=checked.config.save_timeout))
+    else:
+        from halo_core.trainer.run import train
+
+        train(checked)
+
+
+def take_part(words: tuple[str, ...], options: Options, ranks: Ranks) -> NoReturn:
+    """Do the run as one of several processes and end this process, after a failure with a word for people."""
+    endings.enter(ranks.rank)
+    try:
+        checked: Checked | None = None
+        problems: Sequence[Problem] = ()
+        try:
+            checked = check(words, options, ranks.world, launch.join_problems(options.nproc, ranks))
+        except Refused as refusal:
+            problems = refusal.problems
+        timeout = process_group.TIMEOUT if checked is None else checked.config.save_timeout
+        with process_group.joined(ranks, timeout=timeout):
+            process_group.collect_problems(problems)
+            assert checked is not None
+            agree(checked)
+            if options.dry_run:
+                show(checked)
+            else:
+                from halo_core.trainer.run import train
+
+                train(checked)
+    except BaseException as fault:
+        endings.end(fault, ranks.rank, explain)
+    endings.end_well()
+    endings.done()
+
+
+def agree(checked: Checked) -> None:
+    """Check that every process makes the same plan from the same configuration, plugins and versions.
+
+    Raises:
+        Refused: on every process, with each difference.
+    """
+    versions = {"python": platform.python_version()}
+    versions |= {name: importlib.metadata.version(name) for name in AGREED_VERSIONS}
+    made_from = {"configuration": vars(checked.config), "plugins": dict(checked.plan.plugins), "versions": versions}
+    process_group.agree("this run", made_from, remedy="start every process from the same files and environment")
+    process_group.agree("the plan", checked.plan.digest(), remedy="give every process the same files of the model")
+
+
+def check(words: tuple[str, ...], options: Options, world: int, problems: Sequence[Problem]) -> Checked:
+    """Return the checked plan for `world` processes.
+
+    Raises:
+        Refused: with every problem of the command line (`problems` among them), the file and the plan.
+    """
+    file, overrides, wrong_words = split(words)
+    registry = load_registry(options.plugin_files)
     read = configuration.read(file, overrides, more_words=registry.words())
-    read = replace(read, problems=(*problems, *read.problems))
+    read = replace(read, problems=(*problems, *wrong_words, *read.problems))
     also = preflight.problems(read.config, registry)
-    checked = planning.build(read, registry, nproc=nproc, family=family, dry_run=dry_run, also=also)
-    if dry_run:
-        from halo_core.cli.plan_table import print_plan
+    return planning.build(read, registry, nproc=world, family=options.family, dry_run=options.dry_run, also=also)
 
-        print_plan(checked)
-        return
-    from halo_core.trainer.run import train
 
-    train(checked)
+def show(checked: Checked) -> None:
+    """Print the plan."""
+    from halo_core.cli.plan_table import print_plan
+
+    print_plan(checked)
+
+
+def worker_words(words: tuple[str, ...], options: Options) -> tuple[str, ...]:
+    """Return the command line of one process: the same, without what only its launcher needs."""
+    plugins = [word for file in options.plugin_files for word in ("--plugin", str(file))]
+    family = ["--family", options.family] if options.family is not None else []
+    return ("train", *family, *plugins, *words)
 
 
 def split(words: tuple[str, ...]) -> tuple[Path | None, tuple[str, ...], tuple[Problem, ...]]:

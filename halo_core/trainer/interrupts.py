@@ -11,6 +11,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from halo_core import process_group
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -45,6 +47,10 @@ class Interrupts:
     def _heard(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.requested is not None:
+            if process_group.world() > 1:
+                # One wish may arrive twice: a scheduler signals every process, and so does a launcher it signals. At a
+                # person's second signal the launcher ends its processes itself.
+                return
             raise KeyboardInterrupt(f"second signal ({name}): ended at once, nothing more was saved")
         self.requested = name
         self._say(f"{name}: finishing this step, then saving a checkpoint; a second signal ends at once")

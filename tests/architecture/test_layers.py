@@ -14,10 +14,10 @@ FAMILIES = ROOT / "halo_families"
 
 LAYERS = (
     {"verdict", "family", "hookspecs", "errors"},
-    {"plugins", "registry", "config", "plan", "support", "arithmetic", "model_config", "hub"},
-    {"kernels", "runtime", "topology"},
+    {"plugins", "registry", "config", "plan", "support", "arithmetic", "model_config", "hub", "ranks"},
+    {"kernels", "runtime", "topology", "process_group"},
     {"data", "methods", "optim", "expert_parallel", "context_parallel", "attention", "balancing", "sharding"},
-    {"models", "checkpoint", "trainer"},
+    {"models", "checkpoint", "trainer", "bench"},
     # "__init__" is the Python API: it sits on top of everything, and nothing below may use it.
     {"cli", "testing", "__init__", "__main__"},
 )

@@ -36,7 +36,7 @@ def says_what_it_got(ranks: Ranks, *words: str) -> None:
         process_group.agree("run", {"words": words, "variable": os.environ["HALO_OF_THE_TEST"]})
         moment = process_group.from_rank_0(f"said by {ranks.rank}")
         any_last = process_group.any_rank(ranks.rank == ranks.world - 1)
-        got = {"words": words, "variable": os.environ["HALO_OF_THE_TEST"], "folder": os.getcwd(), "moment": moment}
+        got = {"words": words, "variable": os.environ["HALO_OF_THE_TEST"], "folder": str(Path.cwd()), "moment": moment}
         print(json.dumps({**got, "any": any_last, "rank": ranks.rank, "world": process_group.world()}), flush=True)
 
 
@@ -182,3 +182,4 @@ if __name__ == "__main__":
         ACTS[sys.argv[1]](own, *sys.argv[2:])
     except BaseException as fault:
         endings.end(fault, own.rank, explain)
+    endings.end_well()

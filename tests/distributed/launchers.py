@@ -35,7 +35,7 @@ class Forked:
     """A function that runs in a child process and returns its exit code; its output goes to files."""
 
     def __init__(self, function: Callable[[], int]) -> None:
-        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._out, self._err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115  closed when read
         self.pid = os.fork()
         if self.pid == 0:
             code = 1

@@ -37,8 +37,8 @@ def test_processes_get_words_variables_and_folder_and_only_rank_0_is_heard(
     ended = launchers.run("says_what_it_got", *words, nproc=3)
     assert (ended.code, ended.err) == (0, "")
     assert [json.loads(line) for line in ended.out.splitlines()] == [
-        {"words": words, "variable": "a variable", "folder": str(tmp_path), "moment": "said by 0", "any": True, "rank": 0,
-         "world": 3}
+        {"words": words, "variable": "a variable", "folder": str(tmp_path), "moment": "said by 0", "any": True,
+         "rank": 0, "world": 3}
     ]
     assert list(nothing_is_left.iterdir()) == []
 
@@ -154,13 +154,17 @@ def test_the_real_command_joins_collects_and_tells_a_mistake_once(tmp_path: Path
 
 
 def test_torchruns_processes_join_and_rank_0_tells_for_all() -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
     words = ["--nproc-per-node", "3", "--standalone", str(launchers.LAUNCHED), "refuses_everywhere"]
 
     def torchrun() -> int:
         sys.argv[0] = "torchrun"
-        main(words)
+        try:
+            main(words)
+        except ChildFailedError:
+            return 1
         return 0
 
     ended = Forked(torchrun).ended()

@@ -23,7 +23,6 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_follow_the_machines_and_exchange_inside_and_across_them(tmp_path: Path) -> None:
     first, second = launchers.run_two_machines("exchanges", tmp_path)
-    print(first.err, second.err)
     assert (first.code, first.err, second.code, second.err) == (0, "", 0, "")
     heard = [json.loads((tmp_path / f"heard-{rank}").read_text()) for rank in range(4)]
     assert [(one["node"], one["local_rank"]) for one in heard] == [("0", 0), ("0", 1), ("1", 0), ("1", 1)]
@@ -43,7 +42,8 @@ def test_a_failure_on_one_machine_ends_the_other_and_is_told_there_in_one_line(a
     assert (first.code, second.code) == (1, 1)
     assert second.err.startswith("halo: rank 3 of 4 failed first") and "KeyError: 'the cause'" in second.err
     [line] = first.err.splitlines()
-    assert line.startswith("halo: rank 3 of 4 on ") and line.endswith("(node rank 1) failed first (exit code 1): KeyError: 'the cause'")
+    assert line.startswith("halo: rank 3 of 4 on ")
+    assert line.endswith("(node rank 1) failed first (exit code 1): KeyError: 'the cause'")
 
 
 def test_a_rank_killed_on_one_machine_ends_the_ranks_of_the_other_that_wait_for_it() -> None:

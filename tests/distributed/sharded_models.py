@@ -90,11 +90,11 @@ def marked(architecture: Architecture, folder: Path, sizes: Mapping[str, int]) -
 
 
 def marked_optimizer(model: Any) -> torch.optim.Optimizer:
-    """Return AdamW after one step, whose moments then got their value."""
+    """Return AdamW in the state that it has after one step, but that its moments have their value."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+        state = {kind: torch.empty_like(parameter, requires_grad=False) for kind in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), **state}
     for name, tensor in moments(model, optimizer).items():
         fill(name, tensor)
     return optimizer

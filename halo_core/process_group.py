@@ -46,16 +46,7 @@ def join(ranks: Ranks, *, timeout: float = TIMEOUT) -> Ranks:
     import torch
     import torch.distributed as dist
 
-    limit = timedelta(seconds=timeout)
-    where = f"{ranks.address}:{ranks.port}"
-    try:
-        found, _, _ = next(dist.rendezvous(f"tcp://{where}", rank=ranks.rank, world_size=ranks.world, timeout=limit))
-    except dist.DistError as fault:
-        raise Refused(Problem(where=ranks.started_by, why=f"the processes cannot meet at {where}: {_first_line(fault)}",
-                              remedy="see that rank 0 runs on that host and that nothing else uses the port "
-                              "(MASTER_ADDR and MASTER_PORT choose others)")) from fault
-    # A launcher that starts the ranks again keeps its store.
-    store = dist.PrefixStore(f"halo/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
+    store = _store(ranks, timeout)
     device = _device(ranks)
     places = _roll_call(store, ranks, f"{socket.gethostname()} {_identity(device)}", timeout)
     problems = placement_problems([tuple(place.split(" ", 1)) for place in places])  # type: ignore[misc]
@@ -64,8 +55,8 @@ def join(ranks: Ranks, *, timeout: float = TIMEOUT) -> Ranks:
     if device is not None:
         torch.cuda.set_device(device)
     backend = "gloo" if device is None else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world, timeout=limit,
-                            device_id=device)
+    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world,
+                            timeout=timedelta(seconds=timeout), device_id=device)
     return ranks
 
 
@@ -240,6 +231,28 @@ def _identity(device: torch.device | None) -> str:
     seen = torch.cuda.device_count()
     # A local rank without a GPU of its own counts as sharing one.
     return str(torch.cuda.get_device_properties(device.index % seen).uuid)
+
+
+def _store(ranks: Ranks, timeout: float) -> dist.Store:
+    """Return the store through which ranks meet: an agent's own where it offers it, otherwise rank 0 holds it.
+
+    Raises:
+        Refused: it cannot be made or reached.
+    """
+    import torch.distributed as dist
+
+    is_held_here = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        # Without waiting for all of them here, one that never comes can be named.
+        store = dist.TCPStore(ranks.address, ranks.port, ranks.world, is_held_here, timedelta(seconds=timeout),
+                              wait_for_workers=False)
+    except dist.DistError as fault:
+        where = f"{ranks.address}:{ranks.port}"
+        raise Refused(Problem(where=ranks.started_by, why=f"the processes cannot meet at {where}: {_first_line(fault)}",
+                              remedy="see that rank 0 runs on that host and that nothing else uses the port "
+                              "(MASTER_ADDR and MASTER_PORT choose others)")) from fault
+    # A launcher that starts the ranks again keeps its store.
+    return dist.PrefixStore(f"halo/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _roll_call(store: dist.Store, ranks: Ranks, answer: str, timeout: float) -> list[str]:

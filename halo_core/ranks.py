@@ -45,7 +45,7 @@ def ranks_from(environ: Mapping[str, str]) -> Ranks:
 
 def first_host(hosts: str) -> str:
     """Return the first of SLURM's list of hosts: `a[03-05,9]-x,b2` gives a03-x."""
-    found = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", hosts)
+    found = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\](.*))?", hosts)
     assert found is not None
     before, number, after = found.groups()
     return before if number is None else f"{before}{number}{first_host(after)}"

@@ -61,8 +61,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(
         feature="ep",
         what="expert parallelism: each process holds a part of the experts",
-        built=False,
-        instead="set expert_parallel_size: 1",
+        built=True,
     ),
     Mechanism(
         feature="etp",
@@ -79,8 +78,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(
         feature="fsdp",
         what="weights, gradients and optimizer state sharded over processes",
-        built=False,
-        instead="run one process (--nproc 1)",
+        built=True,
     ),
     Mechanism(
         feature="packing",

@@ -54,7 +54,10 @@ def write_tiny(architecture: Architecture, folder: Path, *, seed: int = 0) -> No
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder)
     with _no_progress_bars():
-        _random_model(architecture, seed).save_pretrained(folder)
+        model = _random_model(architecture, seed)
+        # Each process of a run writes a folder of its own; transformers would let only the first one write.
+        model.should_save_on_this_rank = lambda is_main_process: True
+        model.save_pretrained(folder)
 
 
 def write_tokenizer(folder: Path) -> None:

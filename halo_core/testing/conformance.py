@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -37,6 +38,7 @@ from halo_core.testing.cases import Case, make_cases
 from halo_core.testing.cells import ASKS, assert_refused, is_familys_no, supported_cells, unsupported_cells
 from halo_core.testing.compare import ABSOLUTE, REORDERED, assert_same
 from halo_core.testing.product import checked, layer_passes, observe
+from halo_core.testing.several import trained
 
 Proof: TypeAlias = Callable[[Registry, Case], None]
 """Shows one feature on one architecture, or raises AssertionError."""
@@ -112,6 +114,29 @@ def prove_bias_update(registry: Registry, case: Case) -> None:
     assert any(not torch.equal(bias, case.reference[f"weight.{name}"]) for name, bias in wanted.items())
 
 
+def prove_ep(registry: Registry, case: Case) -> None:
+    """Two processes that hold half of the experts each compute what one process does."""
+    assert_equals_one_process(registry, case, {"expert_parallel_size": 2})
+
+
+def prove_fsdp(registry: Registry, case: Case) -> None:
+    """Two processes that hold half of every tensor compute what one process does."""
+    assert_equals_one_process(registry, case, {})
+
+
+def assert_equals_one_process(registry: Registry, case: Case, keys: Mapping[str, Any], world: int = 2) -> None:
+    """Check losses, gradient norms and exported weights of a whole run by `world` processes against one process."""
+    with TemporaryDirectory() as place:
+        one_rows, one = trained(registry, case, {}, 1, Path(place) / "one")
+        rows, found = trained(registry, case, keys, world, Path(place) / "several")
+    counts = ("step", "tokens", "supervised_tokens")
+    assert [[row[key] for key in counts] for row in rows] == [[row[key] for key in counts] for row in one_rows]
+    for key in ("loss", "grad_norm"):
+        pairs = [(row[key], wanted[key]) for row, wanted in zip(rows, one_rows, strict=True)]
+        assert all(abs(a - b) <= REORDERED * max(1.0, abs(b)) for a, b in pairs), f"{key} differs: {pairs}"
+    assert_same("several processes", found, one, REORDERED)
+
+
 PROOFS: Mapping[str, Proof] = MappingProxyType(
     {
         "sft": prove_sft,
@@ -119,6 +144,8 @@ PROOFS: Mapping[str, Proof] = MappingProxyType(
         "grouped_gemm": prove_grouped_gemm,
         "attention:eager": prove_attention_eager,
         "attention:sdpa": prove_attention_sdpa,
+        "ep": prove_ep,
+        "fsdp": prove_fsdp,
         "balancing:none": prove_balancing_none,
         "balancing:bias_update": prove_bias_update,
     }
@@ -168,6 +195,7 @@ def probe_attention(implementation: str) -> Callable[[Case], None]:
 PROBES: Mapping[str, Callable[[Case], None]] = MappingProxyType(
     {
         "grouped_gemm": probe_grouped_gemm,
+        "ep": probe_grouped_gemm,
         "balancing:bias_update": probe_selection_bias,
         "attention:sdpa": probe_attention("sdpa"),
         "attention:eager": probe_attention("eager"),

@@ -1,4 +1,4 @@
-"""Evaluation: every row exactly once, without gradients, one mean over all supervised tokens.
+"""Evaluation: every row exactly once, without gradients, one mean over all supervised tokens of all processes.
 
 Not for deciding when to evaluate or what is best: see `policy.py`.
 """
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from halo_core.methods.method import Method
+from halo_core.sharding.sharded import Sharded
 from halo_core.trainer.report import EvaluationReport
 from halo_core.trainer.step import ModelHidden, TokenHead, batch_sums
 from halo_core.trainer.stopped import StepFault
@@ -28,16 +29,19 @@ def evaluate(
     head: TokenHead,
     method: Method,
     rows: Sequence[Any],
-    batch_size: int,
+    batches: Sequence[Sequence[int]],
     pad_id: int,
     device: torch.device,
     step: int,
     epoch: float,
     abandoned: Callable[[], bool] = lambda: False,
+    sharded: Sharded | None = None,
 ) -> EvaluationReport | None:
     """Return the loss over all rows, or None when `abandoned()` became true between two batches.
 
-    A batch without any supervised token counts as nothing. The model is left in the mode it was in.
+    batches: this process's share of `rows` by index, the same number of batches on every process. sharded: the model
+    cut over processes, which all call this together. A batch without any supervised token counts as nothing. The model
+    is left in the mode it was in.
 
     Raises:
         StepFault: no row has a supervised token, or the loss is not finite.
@@ -49,19 +53,28 @@ def evaluate(
     denominators: Counter[str] = Counter()
     tokens, supervised = 0, 0
     try:
-        for first in range(0, len(rows), batch_size):
+        for part in batches:
             if abandoned():
                 return None
-            batch = method.collate([rows[i] for i in range(first, min(first + batch_size, len(rows)))], pad_id)
+            batch = method.collate([rows[index] for index in part], pad_id)
             tokens += batch.tokens
             supervised += batch.supervised_tokens
             shares = method.denominators(batch)
-            if any(shares.values()):
-                denominators.update(shares)
+            denominators.update(shares)
+            # Of several processes each takes part in every forward pass, or the others would wait for it.
+            if any(shares.values()) or sharded is not None:
                 terms = batch_sums(model, model_hidden, head, method, batch.to(device))
                 sums.update({name: total.item() for name, total in terms.items()})
     finally:
         model.train(was_training)
+    if sharded is not None:
+        sharded.settle()
+        counts = [float(tokens), float(supervised)]
+        tokens, supervised = (int(count) for count in sharded.totals(counts, device))
+        names = list(denominators)
+        totals = sharded.totals([denominators[name] for name in names] + [sums[name] for name in names], device)
+        denominators = Counter(dict(zip(names, totals[: len(names)], strict=True)))
+        sums = Counter(dict(zip(names, totals[len(names) :], strict=True)))
     if not any(denominators.values()):
         raise StepFault(what=f"none of the {len(rows)} evaluation rows has a supervised token",
                         remedy="raise max_length, or set eval_strategy: no")

@@ -16,14 +16,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from halo_core.checkpoint import atomic, find, randomness, resume, rotation
+from halo_core import process_group
+from halo_core.checkpoint import agreement, atomic, randomness, resume, rotation
 from halo_core.checkpoint.find import Checkpoint
+from halo_core.checkpoint.find_together import find_together
 from halo_core.checkpoint.identity import Identity
 from halo_core.checkpoint.save import save
-from halo_core.data.order import StepOrder
+from halo_core.data.order import StepOrder, evaluation_batches
 from halo_core.errors import Problem, Refused
 from halo_core.methods.method import Method
 from halo_core.optim.schedule import Schedule
+from halo_core.sharding.sharded import Sharded
 from halo_core.trainer import best as best_so_far
 from halo_core.trainer import metrics
 from halo_core.trainer.best import Best
@@ -72,13 +75,16 @@ def fit(
     reporters: Sequence[Reporter] = (),
     on_step: Callable[[StepReport], None] | None = None,
     checkpoint: Checkpoint | None = None,
+    sharded: Sharded | None = None,
+    data_rank: int = 0,
 ) -> FitResult:
     """Train `model` in place from `checkpoint` (or from its weights as they are) up to `total_steps`.
 
     model_hidden: (model, batch) -> last hidden states [B, S, H]. head: (hidden [T, H], targets [T]) -> log-probability
     [T] fp32, 0 where ignored. rows, evaluation: what the method collates. order: which rows each step takes.
     reporters: listeners beside metrics.jsonl. on_step: called after each optimizer step. checkpoint: already checked
-    against `identity`. At the end the model holds the last weights, or the best with `load_best_model_at_end`.
+    against `identity`. sharded: the model cut over processes, which all call this together; data_rank: which share of
+    the rows is this process's. At the end the model holds the last weights, or the best with `load_best_model_at_end`.
 
     Raises:
         Refused: the checkpoint does not fit the model or the optimizer, or lies beyond the last step.
@@ -87,7 +93,7 @@ def fit(
     """
     run = _Run(model=model, model_hidden=model_hidden, head=head, method=method, evaluation=evaluation, pad_id=pad_id,
                optimizer=optimizer, config=config, folder=folder, identity=identity, device=device,
-               interrupts=interrupts)
+               interrupts=interrupts, sharded=sharded, data_ranks=order.data_ranks, data_rank=data_rank)
     policy = build_policy(config, total=total_steps, steps_per_epoch=order.steps_per_epoch)
     start = 0 if checkpoint is None else checkpoint.step
     if start > total_steps:
@@ -96,8 +102,10 @@ def fit(
     model.train()
     notes = run.begin(checkpoint)
     moved = MovedCheck(dict(model.named_parameters()))
-    metrics_file = metrics.MetricsFile(folder.metrics)
-    run.listeners = (metrics_file, *reporters)
+    run.listeners = tuple(reporters)
+    if process_group.rank() == 0:
+        run.metrics_file = metrics.MetricsFile(folder.metrics)
+        run.listeners = (run.metrics_file, *reporters)
     beginning = RunStart(step=start, total_steps=total_steps, steps_per_epoch=order.steps_per_epoch)
     with interrupts, run.reporting(beginning):
         for text in notes:
@@ -109,10 +117,12 @@ def fit(
         for step in range(start + 1, total_steps + 1):
             began = time.perf_counter()
             rate = schedule.apply(optimizer, step)
-            batches = [method.collate([rows[index] for index in part], pad_id) for part in order.micro_batches(step)]
+            parts = order.micro_batches(step, data_rank)
+            batches = [method.collate([rows[index] for index in part], pad_id) for part in parts]
             with run.faults_at(step):
                 outcome = run_step(model=model, model_hidden=model_hidden, head=head, method=method, batches=batches,
-                                   optimizer=optimizer, max_grad_norm=config.max_grad_norm, device=device)
+                                   optimizer=optimizer, max_grad_norm=config.max_grad_norm, device=device,
+                                   sharded=sharded)
             report = StepReport(step=step, epoch=order.epoch_of(step), learning_rate=rate,
                                 seconds=time.perf_counter() - began, **vars(outcome))
             run.last = report
@@ -123,13 +133,14 @@ def fit(
             with run.faults_at(step):
                 moved.after_step(rate, outcome.grad_norm)
             due = policy.due(step)
-            if due.evaluate and interrupts.requested is None:
+            if due.evaluate and not run.is_interrupted():
                 run.evaluate_now(step, report.epoch)
             # Read once: a signal that comes while saving is seen after the next step.
-            signal_name = interrupts.requested
+            signal_name = run.signal_name()
             is_best = run.is_best(step)
             if due.save or signal_name is not None or (is_best and str(config.save_strategy) == "best"):
-                metrics_file.sync()
+                if run.metrics_file is not None:
+                    run.metrics_file.sync()
                 with run.faults_at(step):
                     run.save_now(step, is_best)
             if signal_name is not None:
@@ -137,7 +148,7 @@ def fit(
                 raise Interrupted(signal_name=signal_name, step=step, checkpoint=run.newest)
         if config.load_best_model_at_end and run.best is not None and run.best.step != total_steps:
             run.note(f"the best checkpoint is {run.best.checkpoint} (step {run.best.step}): its weights are taken")
-            found = find.find(run.best.checkpoint, folder.path)
+            found = find_together(run.best.checkpoint, folder.path)
             assert found is not None
             resume.load_weights(found, model)
     return FitResult(step=total_steps, last=run.last, evaluation=run.last_evaluation, best=run.best,
@@ -160,6 +171,10 @@ class _Run:
     identity: Identity
     device: torch.device
     interrupts: Interrupts
+    sharded: Sharded | None
+    data_ranks: int
+    data_rank: int
+    metrics_file: metrics.MetricsFile | None = None
     listeners: tuple[Reporter, ...] = ()
     last: StepReport | None = None
     last_evaluation: EvaluationReport | None = None
@@ -170,16 +185,20 @@ class _Run:
     def begin(self, checkpoint: Checkpoint | None) -> list[str]:
         """Take over a checkpoint, or seed a new run; return what a person should know."""
         randomness.seed_all(self.config.seed)  # in a resumed run for devices that the checkpoint knows nothing of
+        writes_metrics = process_group.rank() == 0
         if checkpoint is None:
-            self.folder.metrics.unlink(missing_ok=True)  # rows of a run that ended before its first checkpoint
+            if writes_metrics:  # rows of a run that ended before its first checkpoint
+                self.folder.metrics.unlink(missing_ok=True)
             return []
         resume.load_weights(checkpoint, self.model)
         resume.load_optimizer(checkpoint, self.model, self.optimizer)
         source = checkpoint.path.parent
-        moved = atomic.set_aside(self.folder.path, after=checkpoint.step)
+        moved = agreement.once_per_folder(
+            self.folder.path, lambda: atomic.set_aside(self.folder.path, after=checkpoint.step))
         self.evaluated_step = checkpoint.progress["evaluated_step"]
-        metrics.carry_over(source / metrics.FILE_NAME, self.folder.metrics, checkpoint.step,
-                           evaluated=self.evaluated_step == checkpoint.step)
+        if writes_metrics:
+            metrics.carry_over(source / metrics.FILE_NAME, self.folder.metrics, checkpoint.step,
+                               evaluated=self.evaluated_step == checkpoint.step)
         record = checkpoint.progress["best"]
         self.best = best_so_far.recalled(record, (self.folder.path, source))
         self.newest = checkpoint.path
@@ -220,15 +239,29 @@ class _Run:
         assert self.evaluation is not None, "policy.check refuses an evaluation without rows"
         with self.faults_at(step):
             report = evaluate(model=self.model, model_hidden=self.model_hidden, head=self.head, method=self.method,
-                              rows=self.evaluation, batch_size=self.config.per_device_eval_batch_size,
+                              rows=self.evaluation, batches=self._evaluation_batches(), sharded=self.sharded,
                               pad_id=self.pad_id, device=self.device, step=step, epoch=epoch,
-                              abandoned=lambda: self.interrupts.requested is not None)
+                              abandoned=self.is_interrupted)
         if report is None:
             return
         self.last_evaluation = report
         self.evaluated_step = step
         for listener in self.listeners:
             listener.evaluated(report)
+
+    def _evaluation_batches(self) -> list[list[int]]:
+        assert self.evaluation is not None
+        size = self.config.per_device_eval_batch_size
+        return evaluation_batches(len(self.evaluation), size, self.data_ranks, self.data_rank)
+
+    def is_interrupted(self) -> bool:
+        """Return whether a signal came to any process; a collective."""
+        return process_group.any_rank(self.interrupts.requested is not None)
+
+    def signal_name(self) -> str | None:
+        """Return the signal that came to any process, the same name on all of them; a collective."""
+        names = agreement.gathered(self.interrupts.requested) if self.is_interrupted() else []
+        return next((name for name in names if name is not None), None)
 
     def is_best(self, step: int) -> bool:
         """Return whether step `step` was evaluated and beats the best so far; never when no best is asked for."""
@@ -253,7 +286,8 @@ class _Run:
         """Delete checkpoints beyond `save_total_limit`; the newest and the best stay."""
         kept = [] if self.newest is None else [self.newest]
         kept += [] if self.best is None else [self.best.checkpoint]
-        rotation.rotate(self.folder.path, limit=self.config.save_total_limit, keep=kept)
+        limit = self.config.save_total_limit
+        agreement.once_per_folder(self.folder.path, lambda: rotation.rotate(self.folder.path, limit=limit, keep=kept))
 
     def _value(self) -> float:
         assert self.last_evaluation is not None

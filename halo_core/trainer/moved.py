@@ -10,6 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from halo_core import process_group
+from halo_core.sharding.norm import local
 from halo_core.trainer.stopped import StepFault
 
 STEPS = 3
@@ -34,7 +36,7 @@ class MovedCheck:
         if learning_rate == 0.0 or self._steps == STEPS:
             return
         self._steps += 1
-        if self._steps == STEPS and bit_sums(self._parameters) == self._before:
+        if self._steps == STEPS and not process_group.any_rank(bit_sums(self._parameters) != self._before):
             why = ("every gradient is zero" if grad_norm == 0.0 else
                    f"the updates at learning_rate {learning_rate} are smaller than the weights' dtype can hold")
             raise StepFault(what=f"no weight changed in {STEPS} steps: {why}",
@@ -43,7 +45,7 @@ class MovedCheck:
 
 
 def bit_sums(parameters: Mapping[str, Tensor]) -> list[int]:
-    """Return, per parameter, the sum of its elements read as integers."""
-    sums = [tensor.detach().view(_BITS[tensor.dtype.itemsize]).sum(dtype=torch.int64).cpu()
+    """Return, per parameter, the sum of its elements read as integers; of one cut over processes, of the part here."""
+    sums = [local(tensor.detach()).view(_BITS[tensor.dtype.itemsize]).sum(dtype=torch.int64).cpu()
             for tensor in parameters.values()]
     return [int(total) for total in sums]

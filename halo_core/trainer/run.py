@@ -18,9 +18,9 @@ from rich.console import Console
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from halo_core import runtime
+from halo_core import process_group, runtime
 from halo_core.balancing.bias_update import BiasUpdate
-from halo_core.checkpoint import find
+from halo_core.checkpoint import agreement, find
 from halo_core.checkpoint.atomic import SaveFailed
 from halo_core.checkpoint.export import export
 from halo_core.checkpoint.identity import identity_of
@@ -39,12 +39,15 @@ from halo_core.models.tokenizer import check_vocabulary, load_tokenizer, padding
 from halo_core.optim.build import build_optimizer
 from halo_core.optim.schedule import build_schedule
 from halo_core.plan import Checked
+from halo_core.sharding.sharded import Sharded
 from halo_core.trainer import balance, preflight, progress, run_folder, trackers
 from halo_core.trainer.interrupts import Interrupts
 from halo_core.trainer.loop import FitResult, fit
+from halo_core.trainer.parallel import Parallel, build_parallel
 from halo_core.trainer.policy import build_policy
 from halo_core.trainer.recompute import enable_recompute
-from halo_core.trainer.report import StepReport
+from halo_core.trainer.report import Reporter, StepReport
+from halo_core.trainer.run_folder import RunFolder
 from halo_core.trainer.stopped import TrainingStopped
 
 
@@ -64,7 +67,7 @@ def train(
     on_step: Callable[[StepReport], None] | None = None,
     say: Callable[[str], None] = print,
 ) -> RunResult:
-    """Train what the plan says in this process and export the result.
+    """Train what the plan says and export the result; a collective of the processes that have joined.
 
     rows: training rows in place of `dataset_name`. on_step: called after each optimizer step. say: prints one line.
 
@@ -74,17 +77,17 @@ def train(
     """
     began = time.perf_counter()
     config, plan, architecture = checked.config, checked.plan, checked.architecture
+    say = say if process_group.rank() == 0 else _quiet
     start = preflight.start(config)
     for note in plan.notes:
         say(f"note: {note}")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="halo-") as scratch:
-        name = _model_name(checked, Path(scratch))
-        tokenizer = load_tokenizer(
-            name, revision=config.model_revision, trust_remote_code=config.trust_remote_code
-        )
-        prepared = prepare(config, tokenizer, rows)
+        with process_group.together():
+            name = _model_name(checked, Path(scratch))
+            tokenizer = load_tokenizer(name, revision=config.model_revision, trust_remote_code=config.trust_remote_code)
+            prepared = prepare(config, tokenizer, rows)
         for line in prepared.account.text().splitlines():
             say(line)
         order = StepOrder(
@@ -95,43 +98,56 @@ def train(
             seed=config.seed if config.data_seed is None else config.data_seed,
         )
         steps = total_steps(order, max_steps=config.max_steps, num_train_epochs=config.num_train_epochs)
-        schedule = build_schedule(config, steps)
-        folder_of_model = source.resolve(name, config.model_revision)
-        model_config = json.loads((folder_of_model / "config.json").read_text(encoding="utf-8"))
-        vocab_size = text_model_config(architecture, model_config).vocab_size
-        check_vocabulary(prepared, tokenizer, vocab_size=vocab_size, name=str(config.model_name_or_path))
-        resolved = runtime.resolve(checked, model_config)
+        with process_group.together():
+            schedule = build_schedule(config, steps)
+            folder_of_model = source.resolve(name, config.model_revision)
+            model_config = json.loads((folder_of_model / "config.json").read_text(encoding="utf-8"))
+            vocab_size = text_model_config(architecture, model_config).vocab_size
+            check_vocabulary(prepared, tokenizer, vocab_size=vocab_size, name=str(config.model_name_or_path))
+            resolved = runtime.resolve(checked, model_config)
+        process_group.agree("this machine", {"resolved": resolved.digest(), **resolved.as_dict(), "device": ""})
         plugins = dict(plan.plugins)
         environment = run_folder.environment(device=resolved.device_name, plugins=plugins)
         identity = identity_of(config=config, plan=plan, rows=prepared.train, environment=environment)
+        process_group.agree("the rows", identity.data, remedy="give every process the same data")
         notes = find.check(start.checkpoint, identity) if start.checkpoint else ()
         for note in (*resolved.notes, *notes):
             say(f"note: {note}")
-        model = _model(checked, resolved, model_config, folder_of_model)
+        parallel = build_parallel(plan.degrees, architecture, model_config, resolved.device)
+        model, sharded = _model(checked, resolved, parallel, model_config, folder_of_model)
         optimizer = build_optimizer(model, config)
-        folder = run_folder.open_folder(
+        agreement.once_per_folder(
             start.folder,
-            config=vars(config),
-            plan={**asdict(plan), "digest": plan.digest(), "resolved": resolved.as_dict()},
-            environment=environment,
+            lambda: run_folder.open_folder(
+                start.folder,
+                config=vars(config),
+                plan={**asdict(plan), "digest": plan.digest(), "resolved": resolved.as_dict()},
+                environment=environment,
+            ),
         )
+        folder = RunFolder(path=start.folder)
         say(
             f"training {plan.architecture} on {resolved.device_name}: {steps} steps of at most {plan.rows_per_step} "
             f"rows, {runtime.dtype_name(resolved.dtype)}, attention {resolved.attention}, experts {resolved.experts}"
+            f"{parallel.words}"
         )
         logging_steps = build_policy(config, total=steps, steps_per_epoch=order.steps_per_epoch).logging_steps
-        reporters = [progress.choose(Console(), logging_steps)]
-        reporters += trackers.open_trackers(
-            config.report_to,
-            preflight.tracker_targets(checked.registry),
-            run_name=config.run_name or folder.path.name,
-            config=vars(config),
-            folder=folder.path,
-            logging_steps=logging_steps,
-            say=say,
-            step=start.checkpoint.step if start.checkpoint else 0,
+        reporters: list[Reporter] = [progress.choose(Console(), logging_steps)] if parallel.topology.is_first else []
+        reporters += (
+            []
+            if not parallel.topology.is_first
+            else trackers.open_trackers(
+                config.report_to,
+                preflight.tracker_targets(checked.registry),
+                run_name=config.run_name or folder.path.name,
+                config=vars(config),
+                folder=folder.path,
+                logging_steps=logging_steps,
+                say=say,
+                step=start.checkpoint.step if start.checkpoint else 0,
+            )
         )
-        balancing = balance.bias_update(model, architecture, plan, config.router_balancing_rate)
+        balancing = balance.bias_update(model, architecture, plan, config.router_balancing_rate, parallel.total)
         forward = _checked_once(model) if architecture.spec.is_moe else last_hidden
         result = fit(
             model=model,
@@ -153,7 +169,10 @@ def train(
             reporters=reporters,
             on_step=_after_step(checked, balancing, on_step),
             checkpoint=start.checkpoint,
+            sharded=sharded,
+            data_rank=parallel.topology.data_rank,
         )
+        parallel.close()
         changed = config.chat_template_path or config.eos_token or config.pad_token
         tokenizer_folder = Path(scratch) / "tokenizer" if changed else None
         if tokenizer_folder is not None:
@@ -184,18 +203,33 @@ def _model_name(checked: Checked, scratch: Path) -> str:
     return str(scratch / "tiny")
 
 
+def _quiet(text: str) -> None:
+    """Say nothing: one process speaks for all."""
+
+
 def _model(
-    checked: Checked, resolved: runtime.ResolvedPlan, model_config: Mapping[str, Any], folder: Path
-) -> PreTrainedModel:
+    checked: Checked,
+    resolved: runtime.ResolvedPlan,
+    parallel: Parallel,
+    model_config: Mapping[str, Any],
+    folder: Path,
+) -> tuple[PreTrainedModel, Sharded | None]:
+    """Return the model with its weights, and what a step asks of it where it is cut over processes."""
     architecture = checked.architecture
     model = build_meta(
-        architecture, model_config, dtype=resolved.dtype, attention=resolved.attention, experts=resolved.experts_kernel
+        architecture,
+        model_config,
+        dtype=resolved.dtype,
+        attention=resolved.attention,
+        experts=parallel.experts(resolved),
     )
     checked.registry.plugins.call("halo_model_ready", family=architecture.family, plan=checked.plan, model=model)
-    load_weights(model, folder, architecture, device=resolved.device)
+    sharded = parallel.cut(model, architecture, checked.config)
+    with process_group.together():
+        load_weights(model, folder, architecture, device=resolved.device)
     if checked.config.gradient_checkpointing:
         enable_recompute(model, routes=architecture.spec.is_moe)
-    return model
+    return model, sharded
 
 
 def _checked_once(model: PreTrainedModel) -> Callable[[Any, Any], Any]:

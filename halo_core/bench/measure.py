@@ -18,22 +18,24 @@ import torch
 import torch.distributed as dist
 
 from halo_core import process_group
-from halo_core.bench import random_rows, receipt
-from halo_core.bench.assemble import Assembled, assemble
+from halo_core.bench import random_rows, random_weights, receipt
 from halo_core.bench.wire import Traffic, WireCount
 from halo_core.data.collate import collate
 from halo_core.data.order import StepOrder
 from halo_core.methods.sft import Sft
 from halo_core.model_config import TINY
-from halo_core.models.build import text_model_config
+from halo_core.models.build import build_meta, text_model_config
 from halo_core.models.hidden import Head, last_hidden
+from halo_core.models.sizes import sizes_of
 from halo_core.models.tiny import tiny_config
 from halo_core.optim.build import build_optimizer
 from halo_core.optim.schedule import build_schedule
 from halo_core.plan import Checked
 from halo_core.runtime import ResolvedPlan
-from halo_core.topology import Topology
+from halo_core.sharding.sharded import Sharded
 from halo_core.trainer import balance
+from halo_core.trainer.parallel import Parallel, build_parallel
+from halo_core.trainer.recompute import enable_recompute
 from halo_core.trainer.step import StepOutcome, run_step
 
 
@@ -81,9 +83,10 @@ def measure(
         TrainingStopped, StepFault: as a run would.
     """
     config, architecture, device = checked.config, checked.architecture, resolved.device
-    topology = Topology(degrees=checked.plan.degrees, rank=process_group.rank())
-    built = assemble(checked, resolved, topology)
-    say(f"{receipt.parameters(built.parameters)} are made; {warmup} steps to warm up, {steps} timed, one counted")
+    parallel = build_parallel(checked.plan.degrees, architecture, checked.model_config, device)
+    topology = parallel.topology
+    model, parameters, sharded = _model(checked, resolved, parallel)
+    say(f"{receipt.parameters(parameters)} are made; {warmup} steps to warm up, {steps} timed, one counted")
     order = StepOrder(
         num_rows=(warmup + steps + 1) * checked.plan.rows_per_step, per_device=config.per_device_train_batch_size,
         data_ranks=topology.data_ranks, accumulation=config.gradient_accumulation_steps, seed=config.seed,
@@ -93,9 +96,10 @@ def measure(
         order.num_rows, length=config.max_length, seed=config.seed,
         vocab_size=text_model_config(architecture, checked.model_config).vocab_size,
     )  # fmt: skip
-    step = _stepper(checked, resolved, built, lambda number: [
-        [rows[index] for index in part] for part in order.micro_batches(number, topology.data_rank)
-    ], total=warmup + steps)  # fmt: skip
+    step = _stepper(
+        checked, resolved, parallel, model, sharded, total=warmup + steps,
+        parts=lambda number: [[rows[i] for i in part] for part in order.micro_batches(number, topology.data_rank)],
+    )  # fmt: skip
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     outcomes, seconds = [], []
@@ -106,26 +110,44 @@ def measure(
     peak = _peak(device)
     with WireCount() as wire:
         step(warmup + steps + 1)
+    parallel.close()
     return Measured(
-        parameters=built.parameters,
+        parameters=parameters,
         tokens_per_step=outcomes[0].tokens,
         step_seconds=tuple(max(of_ranks) for of_ranks in zip(*_of_all(seconds[warmup:]), strict=True)),
         peak_bytes=max(_of_all(peak)),
-        dispatcher=built.dispatcher.name if built.dispatcher is not None else None,
-        wire=_mean(_of_all({**wire.by_kind, **built.wire()})),
+        dispatcher=parallel.dispatcher.name if parallel.dispatcher is not None else None,
+        wire=_mean(_of_all(wire.by_kind)),
         losses=tuple(outcome.loss for outcome in outcomes),
         grad_norms=tuple(outcome.grad_norm for outcome in outcomes),
     )
 
 
+def _model(checked: Checked, resolved: ResolvedPlan, parallel: Parallel) -> tuple[Any, int, Sharded | None]:
+    """Return the model as a run has it, its number of parameters, and what a step asks of it where it is cut."""
+    config, architecture = checked.config, checked.architecture
+    model = build_meta(
+        architecture, checked.model_config, dtype=resolved.dtype, attention=resolved.attention,
+        experts=parallel.experts(resolved),
+    )  # fmt: skip
+    parameters = sizes_of(model, optim=config.optim).parameters
+    checked.registry.plugins.call("halo_model_ready", family=architecture.family, plan=checked.plan, model=model)
+    sharded = parallel.cut(model, architecture, config)
+    random_weights.fill(model, resolved.device, seed=config.seed)
+    if config.gradient_checkpointing:
+        enable_recompute(model, routes=architecture.spec.is_moe)
+    return model, parameters, sharded
+
+
 def _stepper(
-    checked: Checked, resolved: ResolvedPlan, built: Assembled, parts: Callable[[int], Sequence[Any]], *, total: int
-) -> Callable[[int], StepOutcome]:
+    checked: Checked, resolved: ResolvedPlan, parallel: Parallel, model: Any, sharded: Sharded | None, *, total: int,
+    parts: Callable[[int], Sequence[Any]],
+) -> Callable[[int], StepOutcome]:  # fmt: skip
     """Return what does one whole optimizer step, counted from 1, as the training loop does it."""
-    config, model, architecture = checked.config, built.model, checked.architecture
+    config, architecture = checked.config, checked.architecture
     optimizer, schedule = build_optimizer(model, config), build_schedule(config, total)
     method, head = Sft(collate_rows=collate), Head(model, architecture, resolved.head_kernel)
-    balancing = balance.bias_update(model, architecture, checked.plan, config.router_balancing_rate, built.total)
+    balancing = balance.bias_update(model, architecture, checked.plan, config.router_balancing_rate, parallel.total)
     forward = balance.counted(last_hidden, balancing)
 
     def step(number: int) -> StepOutcome:
@@ -133,7 +155,7 @@ def _stepper(
         outcome = run_step(
             model=model, model_hidden=forward, head=head, method=method, optimizer=optimizer,
             batches=[method.collate(part, 0) for part in parts(number)], max_grad_norm=config.max_grad_norm,
-            device=resolved.device, sharded=built.sharded,
+            device=resolved.device, sharded=sharded,
         )  # fmt: skip
         if balancing is not None:
             balancing.step()

@@ -15,8 +15,8 @@ from halo_core.registry import Architecture, size, text_config
 def cut(model_config: Mapping[str, Any], architecture: Architecture, layers: int | None) -> dict[str, Any]:
     """Return config.json with the first `layers` layers alone; None keeps all.
 
-    Lists with one entry per layer (such as `layer_types`) and tables by layer number are cut too. How the weights were stored is left out: there
-    are none to read.
+    Lists with one entry per layer (such as `layer_types`) and tables by layer number are cut too. How the weights were
+    stored is left out: there are none to read.
 
     Raises:
         Refused: the model has fewer layers, or none is asked for.

@@ -28,7 +28,7 @@ TIMEOUT = 120.0
 """Seconds after which a run counts as stuck. Far above any test here, so that a busy machine is no failure."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: an exception is given its traceback while it passes
 class RankFailed(AssertionError):
     """A rank raised, died or hung; `rank` is the first that did, `text` its traceback, `error` its exception if sent."""
 

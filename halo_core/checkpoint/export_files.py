@@ -248,7 +248,7 @@ def companions(source: Path, tokenizer_folder: Path | None) -> dict[str, Path]:
 
 
 def _companions(folder: Path) -> dict[str, Path]:
-    found = {}
+    found: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
         if path.is_dir() and path.name in COPIED_FOLDERS:
             found |= {str(inner.relative_to(folder)): inner for inner in sorted(path.rglob("*")) if inner.is_file()}

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from halo_core.checkpoint import atomic
 from halo_core.checkpoint.identity import Identity, differences
@@ -100,7 +100,7 @@ def find(
     raise Refused(none_found(asked, output_dir, skipped))
 
 
-def candidates(asked: bool | str | Path, output_dir: Path) -> Path | list[Path]:
+def candidates(asked: Literal[True] | str | Path, output_dir: Path) -> Path | list[Path]:
     """Return the one checkpoint that is named, or the folders to choose from, newest first; complete or not."""
     if asked is True:
         return atomic.named(output_dir)[::-1]

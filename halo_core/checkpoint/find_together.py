@@ -31,6 +31,9 @@ def find_together(asked: bool | str | Path | None, output_dir: Path) -> Checkpoi
     if process_group.world() == 1 or asked is None or asked is False or asked == "":
         return find.find(asked, output_dir)
     chosen = find.candidates(asked, output_dir)
+    # A folder of checkpoints without a complete one here, where another machine has some, is still such a folder.
+    if process_group.any_rank(isinstance(chosen, list)) and isinstance(chosen, Path):
+        chosen = atomic.named(chosen)[::-1]
     if isinstance(chosen, Path):
         problems = [Problem(key=KEY, value=asked, why=fault, remedy=find.other_checkpoints(chosen))
                     for fault in find.by_sizes(chosen)]

@@ -6,8 +6,8 @@ the tensor being put together, and that is in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,7 @@ class FromFiles:
         return self.stored.whole(self.names.get(name, name))
 
 
-def _exchange(act: object, tensor: Tensor, peer: int) -> None:
+def _exchange(act: Callable[..., Any], tensor: Tensor, peer: int) -> None:
     # As a batch: alone, NCCL would form a communicator for each pair of processes and keep its memory.
     for work in dist.batch_isend_irecv([dist.P2POp(act, tensor, peer)]):
         work.wait()

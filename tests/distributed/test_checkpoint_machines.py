@@ -179,6 +179,19 @@ def test_a_named_checkpoint_that_one_machine_lacks_is_refused_with_its_ranks(sou
         assert "it does not exist" in said and "ranks 0-1" in said
 
 
+def test_a_folder_of_checkpoints_that_is_empty_on_one_machine_is_told_as_such(source: Path, tmp_path: Path) -> None:
+    ranks.run(4, lambda: write(source, REPLICAS, machine(tmp_path), 1))
+    shutil.rmtree(tmp_path / "machine-1" / "checkpoint-1")
+
+    def of_the_folder() -> str:
+        with pytest.raises(Refused) as caught:
+            find_together(str(machine(tmp_path)), tmp_path / "elsewhere")
+        return str(caught.value)
+
+    for said in ranks.run(4, of_the_folder):
+        assert "checkpoint-1 is passed over: it does not exist on ranks 2-3" in said
+
+
 def test_nothing_asked_and_nothing_there(tmp_path: Path) -> None:
     def asks() -> tuple[bool, str]:
         nothing = find_together(None, tmp_path) is None and find_together(False, tmp_path) is None

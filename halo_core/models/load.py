@@ -1,10 +1,13 @@
 """Fills a model that was built on the meta device with its source's weights, slice by slice.
 
-Not for deciding what belongs where (`layout.py`), nor for finding the folder (`source.py`).
+Not for deciding what belongs where (`layout.py`), nor for finding the folder (`source.py`). Of a model that is cut over
+processes each reads its own slices: transformers' conversion looks at the placement of a parameter.
 """
 
 from __future__ import annotations
 
+import ctypes
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,13 +16,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.core_model_loading import Concatenate, MergeModulelist, convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from halo_core.models.layout import check_inverse, module_key, read_layout
-from halo_core.models.safetensors_files import read_file
+from halo_core.errors import Problem, Refused
+from halo_core.models.layout import Layout, check_inverse, module_key, read_layout
+from halo_core.models.safetensors_files import WeightFile, read_file
 from halo_core.models.source import weight_files
 from halo_core.registry import Architecture
 
@@ -29,16 +34,21 @@ def load_weights(
 ) -> None:
     """Read every tensor of `model` from the folder's safetensors files, and rebuild what is not stored.
 
-    model: on the meta device. Each tensor keeps the dtype it has there, whatever the file's is.
+    model: on the meta device, whole or cut. Each tensor keeps the dtype it has there, whatever the file's is.
     device: where the weights go.
 
     Raises:
         Refused: before any tensor is read, with the names of tensors that are missing, unexpected, doubled, of
-            another shape or quantised, and with files that are damaged.
+            another shape or quantised, and with files that are damaged. After reading, when embedding and head are one
+            in config.json, differ in the files, and the model is cut.
+        NotImplementedError: before any tensor is read, when a slice of a converted tensor is not made of slices of its
+            sources.
     """
     files = [read_file(path) for path in weight_files(folder)]
     layout = read_layout(model, files, architecture)
     check_inverse(model, layout, files)
+    _check_slices(model, layout)
+    tied = _shares_cut_head(model)
     placement = {"": device}
     settings = LoadStateDictConfig(
         weight_mapping=get_model_conversion_mapping(model),
@@ -46,22 +56,97 @@ def load_weights(
         dtype_plan=model._get_dtype_plan(model.dtype),
     )
     prefixes = architecture.spec.source_prefixes
+    missing: set[str] = set()
     with ExitStack() as stack:
-        slices: dict[str, Any] = {}
-        for file in files:
-            handle = stack.enter_context(safe_open(file.path, framework="pt"))
-            for tensor in file.tensors:
-                if tensor.key not in layout.untrained:
-                    slices[module_key(tensor.key, prefixes)] = handle.get_slice(tensor.key)
-        found, _ = convert_and_load_state_dict_in_model(model, slices, settings)
-        del slices
-    failed = {**found.conversion_errors, **{name: "shape" for name, *_ in found.mismatched_keys}}
-    if failed or found.unexpected_keys:
-        raise RuntimeError(f"transformers loaded other tensors than planned: {failed} {found.unexpected_keys}")
+        handles = {file.path: stack.enter_context(safe_open(file.path, framework="pt")) for file in files}
+        for number, part in enumerate(_parts(files, layout)):
+            slices = {module_key(key, prefixes): handles[path].get_slice(key) for path, key in part}
+            found, _ = convert_and_load_state_dict_in_model(model, slices, settings)
+            _raise_surprises(found)
+            missing = found.missing_keys if number == 0 else missing & found.missing_keys
+            _give_back_memory()
+    found.missing_keys = missing
     _finish(model, found, placement)
+    _check_tied(model, tied, folder)
     left = [name for name, _ in _on_meta(model)]
     if left:
         raise RuntimeError(f"tensors without a value after loading: {', '.join(left)}")
+
+
+def _parts(files: list[WeightFile], layout: Layout) -> Iterator[list[tuple[Path, str]]]:
+    """Yield (file, key) of the tensors to be read, in parts: one layer each, and what lies outside of layers.
+
+    transformers reads ahead of what it converts, without a limit; so it is given no more than a layer at a time.
+    """
+    parts: dict[str, list[tuple[Path, str]]] = {}
+    for file in files:
+        for tensor in file.tensors:
+            if tensor.key not in layout.untrained:
+                target = layout.group_of[tensor.key].targets[0]
+                numbered = re.match(r".*?\.\d+\.", target)
+                parts.setdefault(numbered.group() if numbered else "", []).append((file.path, tensor.key))
+    yield from parts.values()
+
+
+def _give_back_memory() -> None:
+    """Let glibc give back what was freed: the readers' threads leave holes, half as much again as a shard (CPU)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _raise_surprises(found: Any) -> None:
+    failed = {**found.conversion_errors, **{name: "shape" for name, *_ in found.mismatched_keys}}
+    if failed or found.unexpected_keys:
+        raise RuntimeError(f"transformers loaded other tensors than planned: {failed} {found.unexpected_keys}")
+
+
+def _check_slices(model: PreTrainedModel, layout: Layout) -> None:
+    """Check that every converted tensor can be read slice by slice.
+
+    Raises:
+        NotImplementedError: with the first that cannot.
+    """
+    state = model.state_dict()
+    for group in layout.groups:
+        if group.converter is None:
+            continue
+        cut = {
+            placement.dim
+            for name in group.targets
+            if isinstance(tensor := state[name], DTensor)
+            for placement in tensor.placements
+            if not placement.is_replicate()
+        }
+        for operation in group.converter.operations:
+            # Numbered tensors are read by the process that holds them, and cut along their own dimensions like any.
+            numbered = isinstance(operation, MergeModulelist) and operation.dim == 0
+            beside = isinstance(operation, Concatenate) and operation.dim not in cut
+            if cut and not (numbered or beside):
+                raise NotImplementedError(f"{group.targets[0]} is cut along {sorted(cut)} and made by {operation}")
+
+
+def _shares_cut_head(model: PreTrainedModel) -> bool:
+    """Return whether embedding and head are one parameter, cut over processes."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return head is not None and head.weight is embedding.weight and isinstance(head.weight, DTensor)
+
+
+def _check_tied(model: PreTrainedModel, tied: bool, folder: Path) -> None:
+    """Check that what was cut as one parameter has stayed one.
+
+    Raises:
+        Refused: when the files hold two different ones.
+    """
+    if tied and not _shares_cut_head(model):
+        raise Refused(
+            Problem(
+                key="model_name_or_path",
+                value=str(folder),
+                why="its config.json ties the head to the embedding, its files hold two different tensors",
+                remedy="set tie_word_embeddings: false in its config.json, or train in one process",
+            )
+        )
 
 
 def _finish(model: PreTrainedModel, found: Any, placement: dict[str, torch.device | str]) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from halo_core.errors import Problem, Refused
 from halo_core.registry import Architecture
 from halo_core.sharding.entrance import ENTRANCE
 from halo_core.sharding.owners import owners
@@ -47,6 +48,7 @@ def shard(
     of another dtype than their layer; an embedding that the head does not share; and everything else together.
 
     Raises:
+        Refused: experts cannot be cut over so many processes.
         RuntimeError: a parameter would be summed by nobody, or experts are not stored one after the other.
     """
     assert topology.world > 1, "one process has nothing to cut"
@@ -149,8 +151,8 @@ def _of_another_dtype(layer: nn.Module, ignored: set[nn.Parameter]) -> Iterable[
 class _Placement:
     """Along which dimension a parameter is cut: the first, but for experts whose number does not divide evenly.
 
-    Of those the last dimension is cut. The first would leave some processes without any expert and others with one
-    more; those between are put together of several stored tensors, whose slices are not a slice of the whole.
+    Of those the last dimension is cut where it divides: the first would leave some processes with one expert more, or
+    others with none, and those between are put together of stored tensors, whose slices are not a slice of the whole.
     """
 
     def __init__(self, meshes: Meshes) -> None:
@@ -161,5 +163,18 @@ class _Placement:
     def __call__(self, parameter: nn.Parameter) -> Shard | None:
         if parameter not in self.experts or parameter.shape[0] // self._ranks % self._pieces == 0:
             return None
-        last = parameter.ndim - 1
-        return Shard(last) if parameter.shape[last] % self._pieces == 0 else None
+        last, count = parameter.ndim - 1, parameter.shape[0] // self._ranks
+        if parameter.shape[last] % self._pieces == 0:
+            return Shard(last)
+        most = -(-count // self._pieces)
+        if most * (self._pieces - 1) >= count:
+            raise Refused(
+                Problem(
+                    key="--nproc",
+                    value=self._pieces * self._ranks,
+                    why=f"{count} experts of {list(parameter.shape[1:])} cannot be cut over {self._pieces} processes: "
+                    "one of them would get nothing",
+                    remedy="a number of processes that divides the experts, or their width and hidden size",
+                )
+            )
+        return None

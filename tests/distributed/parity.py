@@ -49,8 +49,8 @@ FORCED = (1, 6)
 CLIPPED_STEP, SHARE_LEFT = 2, 0.5
 """One step is clipped, to half the norm before: at all of them a constant factor in each gradient would not be seen."""
 
-PERTURB = -6
-"""Source: M_PERTURB of glibc's malloc.h."""
+PERTURB, MMAP_THRESHOLD, TRIM_THRESHOLD = -6, -3, -1
+"""Source: glibc's malloc.h."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,8 @@ class Setting:
 
     def __str__(self) -> str:
         words = [f"{axis}{size}" for axis, size in self.sizes.items()]
-        words += [name for name in ("zero3", "recomputed", "forced", "starved", "deferred", "kept") if getattr(self, name)]
+        switches = ("zero3", "recomputed", "forced", "starved", "deferred", "kept")
+        words += [name for name in switches if getattr(self, name)]
         return "-".join(words) + f"-x{self.accumulation}"
 
 
@@ -168,8 +169,11 @@ def poison() -> None:
     Raises:
         RuntimeError: when they do not.
     """
-    ctypes.CDLL(None).mallopt(PERTURB, 1)
-    for size in (1 << 8, 1 << 24):
+    libc = ctypes.CDLL(None)
+    libc.mallopt(PERTURB, 1)
+    for threshold in (MMAP_THRESHOLD, TRIM_THRESHOLD):  # memory is used again, and not given back and asked for
+        libc.mallopt(threshold, 1 << 30)
+    for size in (1 << 8, 1 << 20):
         if not bool((torch.empty(size) < -1e38).all()):
             raise RuntimeError("memory could not be poisoned")
 

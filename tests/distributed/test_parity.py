@@ -60,7 +60,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @cache
-def expected(name: str, folder: Path, world: int, per_device: int, accumulation: int, forced: bool, starved: bool) -> Any:
+def expected(
+    name: str, folder: Path, world: int, per_device: int, accumulation: int, forced: bool, starved: bool
+) -> Expected:
     """Return what one process computes; settings that only say how several share the work have the same answer."""
     setting = Setting(
         sizes={"ep": world}, per_device=per_device, accumulation=accumulation, forced=forced, starved=starved

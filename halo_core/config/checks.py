@@ -31,6 +31,15 @@ def contradictions(config: RunConfig, given: frozenset[str]) -> Iterator[Problem
                 why="quantised weights stay frozen, so nothing could be trained",
                 remedy="set use_peft: true, or remove this line",
             )
+    for key, wanted in (("fsdp_reshard_after_backward", True), ("fsdp_defer_grad_sync", False)):
+        if config.fsdp_reshard_after_forward and getattr(config, key) is not wanted:
+            yield Problem(
+                key=key,
+                value=not wanted,
+                why="fsdp_reshard_after_forward: true lets go of weights in every forward pass, so nothing is kept "
+                "over a step's micro-batches",
+                remedy=f"set {key}: {shown(wanted)}, or fsdp_reshard_after_forward: false",
+            )
     if (config.packing or config.eval_packing) and config.max_length is None:
         yield Problem(
             key="max_length",

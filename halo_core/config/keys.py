@@ -247,8 +247,8 @@ class RunConfig:
     push_to_hub: bool = _events(
         False, _BOOLEAN, "upload the finished folder", asks=Asks(feature="push_to_hub", inert=(False,)))
     save_timeout: float = _events(
-        1800.0, Real(above=0.0), "longest a process waits for the others at a save", unit="seconds",
-        asks=Asks(feature="save_timeout", inert=(1800.0,)))
+        600.0, Real(above=0.0), "longest a process waits for the others, at a save too", unit="seconds",
+        asks=Asks(feature="save_timeout", inert=(600.0,)))
 
     # Parallelism
     data_parallel_replicate_size: int = _parallel(

@@ -11,8 +11,7 @@ RUN_MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(
         feature="save_sharded_ep",
         what="each process writes its own experts into ep-shards",
-        built=False,
-        instead="set save_sharded_ep: false",
+        built=True,
     ),
     Mechanism(
         feature="push_to_hub",
@@ -29,20 +28,17 @@ RUN_MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(
         feature="fsdp_reshard_after_forward",
         what="weights gathered again for backward",
-        built=False,
-        instead="set fsdp_reshard_after_forward: false",
+        built=True,
     ),
     Mechanism(
         feature="fsdp_reshard_after_backward",
         what="weights kept gathered over an accumulation window",
-        built=False,
-        instead="set fsdp_reshard_after_backward: true",
+        built=True,
     ),
     Mechanism(
         feature="fsdp_defer_grad_sync",
         what="gradients reduced once per optimizer step",
-        built=False,
-        instead="set fsdp_defer_grad_sync: false",
+        built=True,
     ),
     Mechanism(
         feature="enable_efficiency_metrics",
@@ -88,8 +84,7 @@ RUN_MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(
         feature="save_timeout",
         what="a limit on how long processes wait for each other at a save",
-        built=False,
-        instead="remove save_timeout: one process waits for nobody",
+        built=True,
     ),
     Mechanism(
         feature="trust_remote_code",

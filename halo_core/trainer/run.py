@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from halo_core import process_group, runtime
 from halo_core.balancing.bias_update import BiasUpdate
 from halo_core.checkpoint import agreement, find
 from halo_core.checkpoint.atomic import SaveFailed
-from halo_core.checkpoint.export import export
+from halo_core.checkpoint.ep_shards import export_parts
+from halo_core.checkpoint.export import Exported, export
 from halo_core.checkpoint.identity import identity_of
 from halo_core.data.account import Account
 from halo_core.data.collate import collate
@@ -178,7 +180,10 @@ def train(
         if tokenizer_folder is not None:
             tokenizer.save_pretrained(tokenizer_folder)
         try:
-            written = export(
+            write: Callable[..., Exported] = export
+            if config.save_sharded_ep:
+                write = partial(export_parts, plan=plan.digest(), degrees=asdict(plan.degrees), step=result.step)
+            written = write(
                 model,
                 architecture,
                 folder_of_model,
@@ -190,7 +195,7 @@ def train(
             raise TrainingStopped(
                 step=result.step, what=fault.what, remedy=fault.remedy, checkpoint=result.checkpoint
             ) from fault
-    say(f"{written.note}: {folder.path}")
+    say(f"{written.note}: {written.folder}")
     return RunResult(output_dir=folder.path, account=prepared.account, fit=result, seconds=time.perf_counter() - began)
 
 

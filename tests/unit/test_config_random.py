@@ -141,6 +141,9 @@ CONTRADICTIONS = {
             "max_length": None,
             "router_aux_loss_coef": 1.0,
             "moe_balancing": balancing,
+            "fsdp_reshard_after_forward": True,
+            "fsdp_reshard_after_backward": False,
+            "fsdp_defer_grad_sync": True,
         },
     ).problems
 }

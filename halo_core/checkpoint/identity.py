@@ -167,7 +167,8 @@ def _batch(saved: Identity, now: Identity, notes: list[str]) -> list[Problem]:
         return []
     rows, others = math.prod(before), math.prod(after)
     if rows == others:
-        split = [f"{passes} micro-batches" + (f" on {ranks} processes" if before[2] != after[2] else "")
+        split = [f"{passes} micro-batches"
+                 + (f" on {ranks} process{'es' if ranks > 1 else ''}" if before[2] != after[2] else "")
                  for _, passes, ranks in (after, before)]
         split[1] = split[1] if before[2] != after[2] else str(before[1])
         notes.append(f"{rows} rows a step as before, split into {split[0]} instead of {split[1]}: "

@@ -19,6 +19,7 @@ import dataclasses
 import importlib.metadata
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
+from halo_core.bench import page as receipts
+from halo_core.bench.receipt import read as read_receipts
 from halo_core.config import KEYS, RUN_MECHANISMS, describe
 from halo_core.config.read import FOREIGN
 from halo_core.support import MECHANISMS
@@ -34,6 +37,10 @@ from halo_core.support import MECHANISMS
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE: Mapping[str, Callable[[], str]] = {
     "docs/configuration.md": describe.markdown,
+    "docs/pictures/expert-parallelism.svg": lambda: runpy.run_path(
+        str(ROOT / "docs" / "pictures" / "expert_parallelism.py")
+    )["svg"](),
+    "docs/receipts.md": lambda: receipts.markdown(read_receipts(ROOT / "receipts")),
     "docs/support-matrix.md": lambda: run("halo matrix --markdown")[1],
 }
 """Pages that the code writes from the first line to the last."""
@@ -189,13 +196,37 @@ def not_built() -> str:
     return "\n".join([*lines, *(f"| `{mechanism.feature}` | {mechanism.what} |" for mechanism in missing)])
 
 
+def bytes_of_exchanges() -> str:
+    """Return what one layer's forward pass costs on the wire, for the exchange of tokens and for two others."""
+    from halo_core import registry
+    from halo_core.bench import tables
+
+    return tables.layer_bytes(registry.load(), "openai/gpt-oss-20b", degrees=(2, 4, 8), tokens=4096)
+
+
+def memory_by_degree() -> str:
+    """Return what each of eight processes holds at several degrees of expert parallelism."""
+    from halo_core import registry
+    from halo_core.bench import tables
+
+    found = registry.load()
+    published = (model for family in found.families.values() for model in family.spec.published)
+    ours = sorted(model.hub_id for model in published if model.config.startswith("halo_families:"))
+    return tables.memory(found, ours, world=8, degrees=(1, 2, 4, 8))
+
+
 KINDS: Mapping[str, Callable[[str, Mapping[str, str]], str]] = {
     "command": command,
     "file": file,
     "first python block of": first_python_block,
     "table": table,
 }
-TABLES: Mapping[str, Callable[[], str]] = {"names of TRL": names_of_trl, "not built": not_built}
+TABLES: Mapping[str, Callable[[], str]] = {
+    "names of TRL": names_of_trl,
+    "not built": not_built,
+    "bytes of exchanges": bytes_of_exchanges,
+    "memory by degree": memory_by_degree,
+}
 
 
 def main(words: list[str]) -> int:

@@ -19,9 +19,9 @@ SAME_TRAINING = (
 
 HEAD = f"""# Receipts
 
-Every measurement that this repository speaks of is a file in [receipts/](../receipts), written by `{KIND}`: the
-product's own training step, on a model of a published shape with random weights, on rows of random tokens that all
-have the same length. This page is made from those files (`make docs`).
+Each receipt is a file in [receipts/](../receipts), written by `{KIND}`: the product's own training step, on a model of
+a published shape with random weights, on rows of random tokens that all have the same length. This page is made from
+those files (`make docs`).
 
 Absolute figures move from machine to machine. Two receipts may be compared as figures only when they come from one
 machine on one day; each says where and when.

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 TIMEOUT = 1800.0
 """Seconds that ranks wait for each other where no configuration has said anything yet."""
 
+PARTING = 10.0
+"""Seconds that rank 0 waits for the others to have read what it holds."""
+
 LONGEST_VALUE = 80
 """Characters of a value shown in a refusal."""
 
@@ -259,27 +262,39 @@ def _roll_call(store: dist.Store, ranks: Ranks, answer: str, timeout: float) -> 
     """Return what every rank answered.
 
     Raises:
-        Refused: some never did.
+        Refused: some never did, or rank 0, which holds the store, is gone.
     """
     import torch.distributed as dist
 
     keys = [f"place/{rank}" for rank in range(ranks.world)]
-    store.set(keys[ranks.rank], answer)
     try:
-        store.wait(keys, timedelta(seconds=timeout))
-    except dist.DistStoreError:
-        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        store.set(keys[ranks.rank], answer)
+        absent = _absent(store, keys, timeout)
+        answers = [] if absent else [value.decode() for value in store.multi_get(keys)]
+        # It stays until the others have read, also where it then refuses and ends.
+        heard = store.add("heard", 1)
+        end = time.monotonic() + min(timeout, PARTING)
+        while ranks.rank == 0 and heard < ranks.world - len(absent) and time.monotonic() < end:
+            time.sleep(0.01)
+            heard = store.add("heard", 0)
+    except dist.DistNetworkError as fault:
+        raise Refused(Problem(where=ranks.started_by, why="rank 0, through which the others meet, is gone",
+                              remedy="look at its output")) from fault
+    if absent:
         raise Refused(Problem(where=ranks.started_by, why=f"{spans(absent)} of {ranks.world} did not come within "
                               f"{timeout:.0f} seconds", remedy="look at the output of those processes"),
-                      everywhere=0 not in absent) from None
-    answers = [value.decode() for value in store.multi_get(keys)]
-    # Rank 0 may hold the store: it stays until the others have read, also where it then refuses and ends.
-    heard = store.add("heard", 1)
-    end = time.monotonic() + timeout
-    while ranks.rank == 0 and heard < ranks.world and time.monotonic() < end:
-        time.sleep(0.01)
-        heard = store.add("heard", 0)
+                      everywhere=0 not in absent)
     return answers
+
+
+def _absent(store: dist.Store, keys: Sequence[str], timeout: float) -> list[int]:
+    import torch.distributed as dist
+
+    try:
+        store.wait(list(keys), timedelta(seconds=timeout))
+    except dist.DistStoreError:
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return []
 
 
 def _flat(name: str, value: object) -> dict[str, str]:

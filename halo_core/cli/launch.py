@@ -72,7 +72,7 @@ def job_problems(nproc: int, nodes: int | None, node_rank: int | None, endpoint:
     elif several and endpoint is not None and not _is_endpoint(endpoint):
         problems.append(Problem(key="--rdzv-endpoint", value=endpoint, why="it is not HOST:PORT",
                                 remedy="a host that every machine can reach and a free port, such as node0:29500"))
-    if nproc > 1 and not hasattr(os, "pidfd_open"):
+    if nproc > 1 and not sys.platform.startswith("linux"):
         problems.append(Problem(key="--nproc", value=nproc, why="only Linux can start several processes here",
                                 remedy="--nproc 1"))
     return problems

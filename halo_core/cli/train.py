@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -51,31 +51,42 @@ def run(words: tuple[str, ...], options: Options) -> None:
     """
     ranks = Ranks() if options.nodes is not None else ranks_from(os.environ)
     if ranks.world > 1:
-        take_part(words, options, ranks)
+        wrong = launch.join_problems(options.nproc, ranks)
+        take_part(ranks, lambda: check(words, options, ranks.world, wrong), lambda checked: act(checked, options))
     job = launch.Job(nproc=options.nproc, nodes=options.nodes or 1, node_rank=options.node_rank or 0,
                      endpoint=options.endpoint or "")
     problems = launch.job_problems(options.nproc, options.nodes, options.node_rank, options.endpoint)
     # A wrong number of machines is told once; the plan is then checked for one.
     checked = check(words, options, job.nproc if problems else job.world, problems)
-    if options.dry_run:
-        show(checked)
-    elif job.world > 1:
+    if job.world > 1 and not options.dry_run:
         command = launch.command(worker_words(words, options))
         raise endings.JobEnded(launch.launch(command, job, save_timeout=checked.config.save_timeout))
-    else:
-        from halo_core.trainer.run import train
-
-        train(checked)
+    act(checked, options)
 
 
-def take_part(words: tuple[str, ...], options: Options, ranks: Ranks) -> NoReturn:
-    """Do the run as one of several processes and end this process, after a failure with a word for people."""
+def act(checked: Checked, options: Options) -> None:
+    """Print the plan, or train, in this process and those that it has joined."""
+    if options.dry_run:
+        from halo_core.cli.plan_table import print_plan
+
+        print_plan(checked)
+        return
+    from halo_core.trainer.run import train
+
+    train(checked)
+
+
+def take_part(ranks: Ranks, check: Callable[[], Checked], act: Callable[[Checked], None]) -> NoReturn:
+    """Do a run as one of several processes, and end this process; after a failure with a word for people.
+
+    check: makes the checked plan; what it refuses on any process is refused on all. act: does the run.
+    """
     endings.enter(ranks.rank)
     try:
         checked: Checked | None = None
         problems: Sequence[Problem] = ()
         try:
-            checked = check(words, options, ranks.world, launch.join_problems(options.nproc, ranks))
+            checked = check()
         except Refused as refusal:
             problems = refusal.problems
         timeout = process_group.TIMEOUT if checked is None else checked.config.save_timeout
@@ -83,16 +94,10 @@ def take_part(words: tuple[str, ...], options: Options, ranks: Ranks) -> NoRetur
             process_group.collect_problems(problems)
             assert checked is not None
             agree(checked)
-            if options.dry_run:
-                show(checked)
-            else:
-                from halo_core.trainer.run import train
-
-                train(checked)
+            act(checked)
     except BaseException as fault:
         endings.end(fault, ranks.rank, explain)
     endings.end_well()
-    endings.done()
 
 
 def agree(checked: Checked) -> None:
@@ -120,13 +125,6 @@ def check(words: tuple[str, ...], options: Options, world: int, problems: Sequen
     read = replace(read, problems=(*problems, *wrong_words, *read.problems))
     also = preflight.problems(read.config, registry)
     return planning.build(read, registry, nproc=world, family=options.family, dry_run=options.dry_run, also=also)
-
-
-def show(checked: Checked) -> None:
-    """Print the plan."""
-    from halo_core.cli.plan_table import print_plan
-
-    print_plan(checked)
 
 
 def worker_words(words: tuple[str, ...], options: Options) -> tuple[str, ...]:

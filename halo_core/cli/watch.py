@@ -6,7 +6,6 @@ Not for starting them, and not for what people read (`launch.py`). Knows process
 from __future__ import annotations
 
 import os
-import select
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +19,8 @@ from halo_core.errors import EXIT_INTERRUPTED
 GRACE = 2.0
 """Seconds that the other ranks have to end by themselves after the first failure: long enough for the same refusal, or
 for the rank that really failed first, short enough that ranks stuck in a collective do not keep machines."""
+NAP = 0.02
+"""Seconds between looks at the processes: rarely do two end between them."""
 STOPPED = (EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)
 """Endings of a process that was asked to stop. A negative number is a signal, as in `subprocess`."""
 
@@ -78,25 +79,16 @@ class Watch:
 
     def wait(self, seconds: float) -> None:
         """Return when a process ends, or after some seconds."""
-        poller = select.poll()
-        handles = []
-        for pid in self._running.values():
-            try:
-                handles.append(os.pidfd_open(pid))
-            except ProcessLookupError:
-                continue
-            poller.register(handles[-1], select.POLLIN)
-        try:
-            poller.poll(seconds * 1000)
-        finally:
-            for handle in handles:
-                os.close(handle)
+        end = self._clock() + seconds
+        # Not by pidfd: containers of several kinds forbid it.
+        while self._clock() < end and all(_status(pid) is None for pid in self._running.values()):
+            time.sleep(NAP)
 
     def look(self) -> None:
         """Take note of the processes that have ended since the last look. They stay zombies for the launcher."""
         new = []
         for rank, pid in list(self._running.items()):
-            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            status = _status(pid)
             if status is None:
                 continue
             del self._running[rank]
@@ -156,6 +148,11 @@ class Watch:
             (os.killpg if group else os.kill)(pid, number)
         except (ProcessLookupError, PermissionError):
             return
+
+
+def _status(pid: int) -> os.waitid_result | None:
+    """Return how a process ended, or None while it runs. It stays a zombie, so that its parent still finds it."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
 def _follows_a_stop(one: Ended) -> bool:

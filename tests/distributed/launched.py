@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,43 @@ def exchanges(ranks: Ranks, folder: str) -> None:
         (Path(folder) / f"heard-{ranks.rank}").write_text(json.dumps(heard))
 
 
+def works_on_gpus(ranks: Ranks, folder: str) -> None:
+    """Sum on the device and on the host, in the whole group and in those of a mesh, and write down what came."""
+    import torch
+    import torch.distributed as dist
+
+    from halo_core.arithmetic import Degrees
+    from halo_core.topology import Topology, build_meshes
+
+    with process_group.joined(ranks, timeout=60):
+        degrees = Degrees(replicate=1, shard=1, cp=1, ep=ranks.world, etp=1)
+        topology = Topology(degrees=degrees, rank=ranks.rank, local_rank=ranks.local_rank)
+        meshes = build_meshes(topology, "cuda", timedelta(seconds=60))
+        process_group.agree("run", {"world": ranks.world})
+        sums = []
+        for group in (None, meshes.ep.get_group(), meshes.data, meshes.dense.get_group()):
+            for device in ("cpu", "cuda"):
+                total = torch.tensor([1.0 + ranks.rank], device=device)
+                dist.all_reduce(total, group=group)
+                sums.append(total.item())
+        heard = {"sums": sums, "device": torch.cuda.current_device(), "any": process_group.any_rank(ranks.rank == 1)}
+        (Path(folder) / f"heard-{ranks.rank}").write_text(json.dumps(heard))
+
+
+def one_is_killed_beside_a_gpu(ranks: Ranks) -> None:
+    import torch
+    import torch.distributed as dist
+
+    process_group.join(ranks, timeout=600)
+    ones = torch.ones(1, device="cuda")
+    dist.all_reduce(ones)
+    ones.item()
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(ones)
+    ones.item()
+
+
 def one_machine_fails(ranks: Ranks) -> None:
     if ranks.rank == ranks.world - 1:
         raise KeyError("the cause")
@@ -172,7 +210,8 @@ ACTS = {
     act.__name__: act
     for act in (says_what_it_got, refuses_everywhere, refuses_alike, refuses_on_one, one_raises, one_explains_itself,
                 one_dies_without_a_word, one_is_killed, loses_its_peer_first, saves_when_asked, deaf, holds_a_pipe,
-                exchanges, one_machine_fails, one_machine_ends_well, holds_its_launcher)
+                exchanges, one_machine_fails, one_machine_ends_well, holds_its_launcher, works_on_gpus,
+                one_is_killed_beside_a_gpu)
 }
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 Recomputation: TypeAlias = Literal["resend", "keep"]
@@ -15,15 +16,33 @@ Recomputation: TypeAlias = Literal["resend", "keep"]
 `keep` holds them from the first pass and sends nothing. Counts and row order are never exchanged again either way."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What is to be exchanged, known before there is a model.
+
+    ep: processes that share the experts, of which `per_machine` are neighbours. num_slots: K. hidden_size: H, in
+    elements of `dtype`. device: where tensors are.
+    """
+
+    ep: int
+    per_machine: int
+    num_experts: int
+    num_slots: int
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 @dataclass(kw_only=True, eq=False)
 class Ticket:
     """What one dispatch found out about its rows, for the way back and for a recomputation.
 
-    num_tokens: T. sent_rows: rows that left for another process. received_rows: N, this process's own among them.
+    num_tokens: T. sent_rows: rows that left for another process, None where only the device knows. received_rows: N,
+    this process's own among them.
     """
 
     num_tokens: int
-    sent_rows: int
+    sent_rows: int | None
     received_rows: int
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from halo_core import process_group
-from halo_core.bench import random_rows, random_weights, receipt
+from halo_core.bench import buffer_count, random_rows, random_weights, receipt
 from halo_core.bench.wire import Traffic, WireCount
 from halo_core.data.collate import collate
 from halo_core.data.order import StepOrder
@@ -108,7 +108,7 @@ def measure(
         outcomes.append(step(number))
         seconds.append(_now(device) - began)
     peak = _peak(device)
-    with WireCount() as wire:
+    with WireCount() as wire, buffer_count.counted(parallel.dispatcher) as by_buffer:
         step(warmup + steps + 1)
     parallel.close()
     return Measured(
@@ -117,7 +117,7 @@ def measure(
         step_seconds=tuple(max(of_ranks) for of_ranks in zip(*_of_all(seconds[warmup:]), strict=True)),
         peak_bytes=max(_of_all(peak)),
         dispatcher=parallel.dispatcher.name if parallel.dispatcher is not None else None,
-        wire=_mean(_of_all(wire.by_kind)),
+        wire=_mean(_of_all({**wire.by_kind, **by_buffer})),
         losses=tuple(outcome.loss for outcome in outcomes),
         grad_norms=tuple(outcome.grad_norm for outcome in outcomes),
     )

@@ -30,7 +30,7 @@ NONE = "\nThere is no receipt yet.\n"
 SPEED = """
 ## Speed and memory
 
-`sent` is what leaves one process in one step through torch's collectives, weights and gradients included, the mean
+`sent` is what leaves one process in one step by torch's collectives or DeepEP, weights and gradients included, the mean
 over processes. `step` is the median of the timed steps. `peak` is the most that one process held.
 
 """

@@ -15,11 +15,11 @@ from halo_core import plan as planning
 from halo_core import process_group
 from halo_core.bench import shape
 from halo_core.cli import endings, launch
-from halo_core.cli.main import explain, load_registry
-from halo_core.cli.train import agree, split
+from halo_core.cli.main import load_registry
+from halo_core.cli.train import split, take_part
 from halo_core.errors import Problem, Refused
 from halo_core.plan import Checked
-from halo_core.ranks import Ranks, ranks_from
+from halo_core.ranks import ranks_from
 
 ROWS = "random tokens"
 """What stands where a run names its data."""
@@ -52,8 +52,8 @@ def run(words: tuple[str, ...], options: Options) -> None:
     """
     ranks = ranks_from(os.environ)
     if ranks.world > 1:
-        take_part(words, options, ranks)
-        return
+        wrong = launch.join_problems(options.nproc, ranks)
+        take_part(ranks, lambda: check(words, options, ranks.world, wrong), lambda checked: measure(checked, options))
     checked = check(words, options, options.nproc, launch.job_problems(options.nproc, None, None, None))
     if options.nproc == 1:
         measure(checked, options)
@@ -61,26 +61,6 @@ def run(words: tuple[str, ...], options: Options) -> None:
     job = launch.Job(nproc=options.nproc)
     command = launch.command(worker_words(words, options))
     raise endings.JobEnded(launch.launch(command, job, save_timeout=checked.config.save_timeout))
-
-
-def take_part(words: tuple[str, ...], options: Options, ranks: Ranks) -> None:
-    """Measure as one of several processes. Any failure ends this process here, with a word for people."""
-    endings.enter(ranks.rank)
-    try:
-        checked: Checked | None = None
-        problems: Sequence[Problem] = ()
-        try:
-            checked = check(words, options, ranks.world, launch.join_problems(options.nproc, ranks))
-        except Refused as refusal:
-            problems = refusal.problems
-        timeout = process_group.TIMEOUT if checked is None else checked.config.save_timeout
-        with process_group.joined(ranks, timeout=timeout):
-            process_group.collect_problems(problems)
-            assert checked is not None
-            agree(checked)
-            measure(checked, options)
-    except BaseException as fault:
-        endings.end(fault, ranks.rank, explain)
 
 
 def check(words: tuple[str, ...], options: Options, world: int, problems: Sequence[Problem] = ()) -> Checked:

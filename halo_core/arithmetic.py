@@ -6,6 +6,7 @@ Not for features and their verdicts: `plan.py` asks the registry for those. No t
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,14 @@ from halo_core.config import RunConfig
 from halo_core.errors import Problem
 from halo_core.plugins import near_text
 from halo_core.registry import Architecture, Family, size, text_config
+
+DEEPEP_SIZES = (2, 4, 8)
+"""How many processes of one machine DeepEP's kernels are made for."""
+
+DEEPEP_INSTALL = (
+    "build DeepEP 1.2 from source (https://github.com/deepseek-ai/DeepEP; deep-ep on PyPI is another package), "
+    "or ep_dispatcher: all_to_all"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +161,26 @@ def run_problems(config: RunConfig) -> list[Problem]:
                 )
             )
     return problems
+
+
+def dispatcher_problems(config: RunConfig, ep: int) -> list[Problem]:
+    """Return why tokens cannot travel by DeepEP where that is asked for, as far as it is known without a device.
+
+    ep: processes that share the experts; with one, nothing travels.
+    """
+    if config.ep_dispatcher != "deepep" or ep == 1:
+        return []
+    found = []
+    if importlib.util.find_spec("deep_ep") is None:
+        found.append(("DeepEP, the Python module deep_ep, is not installed", DEEPEP_INSTALL))
+    if config.dtype == "float32":
+        why = "DeepEP carries tokens in bfloat16, and this run computes in float32"
+        found.append((why, "dtype: bfloat16, or ep_dispatcher: all_to_all"))
+    if ep not in DEEPEP_SIZES:
+        sizes = ", ".join(map(str, DEEPEP_SIZES))
+        why = f"DeepEP is made for {sizes} processes that share experts, not {ep}"
+        found.append((why, "one of these sizes, or ep_dispatcher: all_to_all"))
+    return [Problem(key="ep_dispatcher", value="deepep", why=why, remedy=remedy) for why, remedy in found]
 
 
 def length_problems(config: RunConfig, architecture: Architecture, model: Mapping[str, Any]) -> list[Problem]:

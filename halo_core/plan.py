@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from halo_core import support
-from halo_core.arithmetic import Degrees, length_problems, run_problems, version_problems
+from halo_core.arithmetic import Degrees, dispatcher_problems, length_problems, run_problems, version_problems
 from halo_core.arithmetic import degrees as mesh_degrees
 from halo_core.config import RUN_MECHANISMS, ConfigRead, RunConfig, active_features
 from halo_core.errors import Problem, Refused, shown
@@ -141,6 +141,7 @@ def build(
         rows_per_step=_rows_per_step(config, degrees),
         tokens_per_step=config.max_length * _rows_per_step(config, degrees) if config.max_length else None,
     )
+    problems += dispatcher_problems(config, degrees.ep)
     problems += length_problems(config, architecture, model.config)
     problems += _hook_problems(registry, plan, model.config)
     if not dry_run:

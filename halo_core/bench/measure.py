@@ -83,7 +83,10 @@ def measure(
         TrainingStopped, StepFault: as a run would.
     """
     config, architecture, device = checked.config, checked.architecture, resolved.device
-    parallel = build_parallel(checked.plan.degrees, architecture, checked.model_config, device)
+    parallel = build_parallel(
+        checked.plan.degrees, architecture, checked.model_config, device,
+        dtype=resolved.dtype, ep_dispatcher=config.ep_dispatcher,
+    )  # fmt: skip
     topology = parallel.topology
     model, parameters, sharded = _model(checked, resolved, parallel)
     say(f"{receipt.parameters(parameters)} are made; {warmup} steps to warm up, {steps} timed, one counted")

@@ -115,8 +115,6 @@ class DeepEp:
         """Find out where rows go, and send them along with ids and weights."""
         chosen = ids.to(self.index_dtype).contiguous()
         per_rank, _, per_expert, in_rank, _ = self.buffer.get_dispatch_layout(chosen, self.num_experts)
-        # This copy is complete once dispatch returns: DeepEP's stream waits for it, and the host waits for that stream.
-        leaving = per_rank.to("cpu", non_blocking=True)
         tokens, local_ids, local_weights, _, handle, _ = self.buffer.dispatch(
             rows.contiguous(),
             num_tokens_per_rank=per_rank,
@@ -125,11 +123,10 @@ class DeepEp:
             topk_idx=chosen,
             topk_weights=weights.contiguous(),
         )
-        sent = leaving.tolist()
         is_elsewhere = local_ids < 0
         return HandleTicket(
             num_tokens=len(ids),
-            sent_rows=sum(sent) - sent[self.group.rank()],
+            sent_rows=None,
             received_rows=len(tokens),
             handle=handle,
             local_ids=local_ids.to(torch.int64).masked_fill(is_elsewhere, self.experts_per_rank),

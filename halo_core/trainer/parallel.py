@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from halo_core import process_group
 from halo_core.config import RunConfig
-from halo_core.expert_parallel.all_to_all import AllToAll
-from halo_core.expert_parallel.dispatcher import Dispatcher
+from halo_core.expert_parallel.choose import Choice, neighbours, open_dispatcher
+from halo_core.expert_parallel.dispatcher import Dispatcher, Exchange
 from halo_core.expert_parallel.experts import ParallelExperts
 from halo_core.kernels.experts import choice
 from halo_core.kernels.experts.weights import ExpertsKernel
@@ -34,11 +34,15 @@ from halo_core.topology import Meshes, Topology, build_meshes
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parallel:
-    """This process's place, and what it shares with the others; `meshes` and `dispatcher` only where there are any."""
+    """This process's place, and what it shares with the others; `meshes` and `dispatcher` only where there are any.
+
+    choice: the dispatcher's name and why it is that one.
+    """
 
     topology: Topology
     meshes: Meshes | None = None
     dispatcher: Dispatcher | None = None
+    choice: Choice | None = None
 
     @property
     def words(self) -> str:
@@ -46,7 +50,7 @@ class Parallel:
         if self.meshes is None:
             return ""
         degrees = self.topology.degrees
-        sent = f", tokens by {self.dispatcher.name}" if self.dispatcher is not None else ""
+        sent = f", tokens by {self.choice.name} ({self.choice.why})" if self.choice is not None else ""
         return (
             f", {degrees.world} processes (ep {degrees.ep}, shard {degrees.shard}, replicate {degrees.replicate}){sent}"
         )
@@ -85,20 +89,53 @@ class Parallel:
 
 
 def build_parallel(
-    degrees: Degrees, architecture: Architecture, model_config: Mapping[str, Any], device: torch.device
+    degrees: Degrees,
+    architecture: Architecture,
+    model_config: Mapping[str, Any],
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    ep_dispatcher: str = "auto",
 ) -> Parallel:
     """Return the parts for these degrees; a collective of all processes that have joined.
 
-    model_config: config.json of the model, for the number of experts.
+    model_config: config.json of the model, for the sizes of its layers. dtype: of hidden states. ep_dispatcher: as
+    configured.
+
+    Raises:
+        Refused: tokens cannot travel as asked for, or do not arrive.
     """
     topology = Topology(degrees=degrees, rank=process_group.rank())
     if topology.world == 1:
         return Parallel(topology=topology)
     meshes = build_meshes(topology, device.type)
-    dispatcher: Dispatcher | None = None
-    if topology.size("ep") > 1:
-        whole = text_model_config(architecture, model_config).to_dict()
-        num_experts = size(architecture.spec.names.num_experts, whole)
-        assert num_experts is not None, f"{architecture.spec.names.num_experts} is not in the configuration"
-        dispatcher = AllToAll(group=meshes.ep.get_group(), num_experts=num_experts, recomputation="resend")
-    return Parallel(topology=topology, meshes=meshes, dispatcher=dispatcher)
+    if topology.size("ep") == 1:
+        return Parallel(topology=topology, meshes=meshes)
+    exchange = _exchange(topology, architecture, model_config, device, dtype)
+    dispatcher, choice = open_dispatcher(ep_dispatcher, exchange, meshes.ep.get_group())
+    return Parallel(topology=topology, meshes=meshes, dispatcher=dispatcher, choice=choice)
+
+
+def _exchange(
+    topology: Topology,
+    architecture: Architecture,
+    model_config: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Exchange:
+    whole = text_model_config(architecture, model_config).to_dict()
+    names = architecture.spec.names
+    found = [size(choices, whole) for choices in (names.num_experts, names.experts_per_token, names.hidden_size)]
+    num_experts, num_slots, hidden_size = found
+    assert num_experts is not None, f"{names.num_experts} is not in the configuration"
+    assert num_slots is not None, f"{names.experts_per_token} is not in the configuration"
+    assert hidden_size is not None, f"{names.hidden_size} is not in the configuration"
+    return Exchange(
+        ep=topology.size("ep"),
+        per_machine=neighbours(),
+        num_experts=num_experts,
+        num_slots=num_slots,
+        hidden_size=hidden_size,
+        dtype=dtype,
+        device=device,
+    )

@@ -112,10 +112,18 @@ def train(
         environment = run_folder.environment(device=resolved.device_name, plugins=plugins)
         identity = identity_of(config=config, plan=plan, rows=prepared.train, environment=environment)
         process_group.agree("the rows", identity.data, remedy="give every process the same data")
-        notes = find.check(start.checkpoint, identity) if start.checkpoint else ()
+        with process_group.together():
+            notes = find.check(start.checkpoint, identity) if start.checkpoint else ()
         for note in (*resolved.notes, *notes):
             say(f"note: {note}")
-        parallel = build_parallel(plan.degrees, architecture, model_config, resolved.device)
+        parallel = build_parallel(
+            plan.degrees,
+            architecture,
+            model_config,
+            resolved.device,
+            dtype=resolved.dtype,
+            ep_dispatcher=config.ep_dispatcher,
+        )
         model, sharded = _model(checked, resolved, parallel, model_config, folder_of_model)
         optimizer = build_optimizer(model, config)
         agreement.once_per_folder(

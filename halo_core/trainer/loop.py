@@ -201,6 +201,8 @@ class _Run:
                                evaluated=self.evaluated_step == checkpoint.step)
         record = checkpoint.progress["best"]
         self.best = best_so_far.recalled(record, (self.folder.path, source))
+        if process_group.any_rank(self.best is None):  # machines may see different folders
+            self.best = None
         self.newest = checkpoint.path
         self.rotate()  # a run killed between a save and its rotation left one too many
         resume.load_random(checkpoint)

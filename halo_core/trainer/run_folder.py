@@ -26,7 +26,7 @@ from halo_core.trainer import metrics
 
 RECORDS = "halo"
 """The sub-folder of run.yaml, plan.json and environment.json."""
-_MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
+_MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "ep-shards")
 _DISTRIBUTIONS = ("halo-moe", "torch", "transformers", "safetensors", "datasets", "tokenizers", "numpy")
 
 

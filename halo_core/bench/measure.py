@@ -89,7 +89,10 @@ def measure(
     )  # fmt: skip
     topology = parallel.topology
     model, parameters, sharded = _model(checked, resolved, parallel)
-    say(f"{receipt.parameters(parameters)} are made; {warmup} steps to warm up, {steps} timed, one counted")
+    say(
+        f"{receipt.parameters(parameters)} are made{parallel.words}; {warmup} steps to warm up, {steps} timed, "
+        "one counted"
+    )
     order = StepOrder(
         num_rows=(warmup + steps + 1) * checked.plan.rows_per_step, per_device=config.per_device_train_batch_size,
         data_ranks=topology.data_ranks, accumulation=config.gradient_accumulation_steps, seed=config.seed,

@@ -1,6 +1,7 @@
-"""Run as a script: writes a model of half a gigabyte without its bytes, or loads it and tells its memory's peak.
+"""A model of half a gigabyte without its bytes; as a script, loads one process's part of it and tells memory's peak.
 
-Not a test: `test_load_sharded.py` starts it, because only a process that has done nothing else can be measured.
+Not a test: `test_load_sharded.py` starts it, because only a process that has done nothing else can be measured. It is
+the first of two that share the experts; the other is not there, since loading sends nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -66,12 +68,12 @@ def write(folder: Path) -> None:
         file.truncate(len(head) + length)
 
 
-def load(folder: Path, store: Path, rank: int) -> dict[str, int]:
+def load(folder: Path) -> dict[str, int]:
     """Return the growth of anonymous memory at its highest, and what it should be measured by, in bytes."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     described = architecture()
-    topology = Topology(degrees=Degrees(replicate=1, shard=1, cp=1, ep=2, etp=1), rank=rank)
+    topology = Topology(degrees=Degrees(replicate=1, shard=1, cp=1, ep=2, etp=1))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     model = build_meta(described, config, dtype=torch.bfloat16, experts=reference)
     experts = dict(sockets.experts_modules(model, described))
@@ -105,8 +107,4 @@ def anonymous() -> int:
 
 
 if __name__ == "__main__":
-    word, folder = sys.argv[1], Path(sys.argv[2])
-    if word == "write":
-        write(folder)
-    else:
-        print(json.dumps(load(folder, Path(sys.argv[3]), int(sys.argv[4]))))
+    print(json.dumps(load(Path(sys.argv[1]))))

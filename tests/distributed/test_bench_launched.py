@@ -11,9 +11,9 @@ from tests.distributed.launchers import Forked
 
 def test_two_processes_share_the_experts_and_one_tells_the_result(tmp_path: Path) -> None:
     out = tmp_path / "receipt.json"
-    words = ["bench", "--model", "tiny", "--family", "gpt_oss", "--layers", "1", "--seq", "9", "--batch", "1", "--steps",
-             "2", "--warmup", "1", "--nproc", "2", "--out", str(out), "expert_parallel_size=2", "seed=7"]  # fmt: skip
-    ended = Forked(lambda: exit_code(words)).ended()
+    words = ["--model", "tiny", "--family", "gpt_oss", "--layers", "1", "--seq", "9", "--batch", "1", "--steps", "2",
+             "--warmup", "1", "--nproc", "2", "--out", str(out), "expert_parallel_size=2", "seed=7"]  # fmt: skip
+    ended = Forked(lambda: exit_code(["bench", *words])).ended()
     assert ended.code == 0, ended.err
     found = json.loads(out.read_text())
     assert found["layout"] == {"processes": 2, "replicate": 1, "shard": 1, "cp": 1, "ep": 2, "etp": 1}

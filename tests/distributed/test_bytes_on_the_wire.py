@@ -5,6 +5,7 @@ Not for times. Two processes, so that a ring sends a tensor's other half and an 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -112,6 +113,11 @@ def watched(family: str, words: tuple[str, ...]) -> dict[str, Any]:
             "slots": ids[0].shape[1] if ids else 0, "hidden": config["hidden_size"]}  # fmt: skip
 
 
+@cache
+def both(family: str, words: tuple[str, ...]) -> list[dict[str, Any]]:
+    return ranks.run(2, watched, family, words)
+
+
 PLAIN = ("gradient_checkpointing=false",)
 EP = ("expert_parallel_size=2",)
 
@@ -121,7 +127,7 @@ EP = ("expert_parallel_size=2",)
     [("lfm2", EP), ("gpt_oss", (*EP, *PLAIN)), ("qwen3", ("fsdp_reshard_after_forward=true",))],
 )
 def test_calls_are_those_that_torch_counts(family: str, words: tuple[str, ...]) -> None:
-    for one in ranks.run(2, watched, family, words):
+    for one in both(family, words):
         expected = {kind: sum(one["torch"].get(name, 0) for name in names) for kind, names in KINDS.items()}
         assert sum(expected.values()) == sum(one["torch"].values()), one["torch"]
         ours = {kind: traffic.calls for kind, traffic in one["wire"].items()}
@@ -130,7 +136,7 @@ def test_calls_are_those_that_torch_counts(family: str, words: tuple[str, ...]) 
 
 def test_bytes_are_those_of_weights_gradients_and_rows() -> None:
     """Without recomputation and with weights kept from forward to backward each weight is gathered and summed once."""
-    found = ranks.run(2, watched, "gpt_oss", (*EP, *PLAIN))
+    found = both("gpt_oss", (*EP, *PLAIN))
     for one in found:
         assert one["wire"]["all_gather"].sent == one["gathered"] * FLOAT // 2
         assert one["wire"]["reduce_scatter"].sent == one["gathered"] * FLOAT // 2
@@ -145,7 +151,7 @@ def test_bytes_are_those_of_weights_gradients_and_rows() -> None:
 
 
 def test_a_recomputed_layer_sends_its_rows_again() -> None:
-    kept, again = (ranks.run(2, watched, "gpt_oss", (*EP, *words))[0]["wire"] for words in (PLAIN, ()))
+    kept, again = (both("gpt_oss", (*EP, *words))[0]["wire"] for words in (PLAIN, ()))
     assert again["all_to_all"].sent > kept["all_to_all"].sent
     assert again["all_gather"] == kept["all_gather"]
 

@@ -222,13 +222,12 @@ def cell(
                 reason=f"this version has no mechanism for it yet ({built.what})",
             )
         )
-    if isinstance(answer, Supported) and answer.proof == "gpu" and built.built:
-        shown = [row for row in evidence if row.feature == feature]
-        if shown:
-            row = shown[-1]
-            parts.append(Part(author="evidence", word="Supported", reason=f"{row.test} on {row.device}, {row.date}"))
-        else:
-            parts.append(Part(author="evidence", word="declared", reason="no run on a GPU has shown it yet"))
+    shown = [row for row in evidence if row.feature == feature]
+    if isinstance(answer, Supported) and built.built and shown:
+        row = shown[-1]
+        parts.append(Part(author="evidence", word="Supported", reason=f"{row.test} on {row.device}, {row.date}"))
+    elif isinstance(answer, Supported) and built.built and answer.proof == "gpu":
+        parts.append(Part(author="evidence", word="declared", reason="no run on a GPU has shown it yet"))
     return Cell(family=family, architecture=architecture, feature=feature, parts=tuple(parts))
 
 

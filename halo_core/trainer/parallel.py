@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -96,11 +97,12 @@ def build_parallel(
     *,
     dtype: torch.dtype = torch.float32,
     ep_dispatcher: str = "auto",
+    timeout: float | None = None,
 ) -> Parallel:
     """Return the parts for these degrees; a collective of all processes that have joined.
 
     model_config: config.json of the model, for the sizes of its layers. dtype: of hidden states. ep_dispatcher: as
-    configured.
+    configured. timeout: seconds that a collective may take; None for the backend's own.
 
     Raises:
         Refused: tokens cannot travel as asked for, or do not arrive.
@@ -108,7 +110,7 @@ def build_parallel(
     topology = Topology(degrees=degrees, rank=process_group.rank())
     if topology.world == 1:
         return Parallel(topology=topology)
-    meshes = build_meshes(topology, device.type)
+    meshes = build_meshes(topology, device.type, None if timeout is None else timedelta(seconds=timeout))
     if topology.size("ep") == 1:
         return Parallel(topology=topology, meshes=meshes)
     exchange = _exchange(topology, architecture, model_config, device, dtype)

@@ -123,6 +123,7 @@ def train(
             resolved.device,
             dtype=resolved.dtype,
             ep_dispatcher=config.ep_dispatcher,
+            timeout=config.save_timeout,
         )
         model, sharded = _model(checked, resolved, parallel, model_config, folder_of_model)
         optimizer = build_optimizer(model, config)

@@ -27,7 +27,8 @@ NOT_BUILT = ("packing=false", "fp32_router=false", "attn_implementation=sdpa", "
 def losses(recipe: Path, folder: Path, world: int, *overrides: str) -> list[dict[str, float]]:
     registry = facts.load()
     words = ("model_name_or_path=tiny", "family=lfm2", f"dataset_name={QUICKSTART.parent}/quickstart/train.jsonl",
-             "dataset_train_split=train", f"output_dir={folder}", "eval_strategy=no", "save_strategy=no", *overrides)  # fmt: skip
+             "dataset_train_split=train", f"output_dir={folder}", "eval_strategy=no", "save_strategy=no",
+             *overrides)  # fmt: skip
     checked = plan.build(configuration.read(recipe, words), registry, nproc=world)
 
     def run() -> Any:

@@ -30,7 +30,7 @@ TIMEOUT = 120.0
 
 @dataclass(eq=False)  # not frozen: an exception is given its traceback while it passes
 class RankFailed(AssertionError):
-    """A rank raised, died or hung; `rank` is the first that did, `text` its traceback, `error` its exception if sent."""
+    """A rank raised, died or hung; `rank` is the first that did, `text` its traceback, `error` its exception if any."""
 
     rank: int
     text: str

@@ -205,7 +205,7 @@ def test_wrong_bias_update_is_seen(fault: str, suite: Suite, monkeypatch: pytest
 
         monkeypatch.setattr(BiasUpdate, "counting", open_for_good)
     # The mask of one batch does not fit the recomputation of another, which ends the attempt as well.
-    with pytest.raises((AssertionError, RuntimeError), match="other biases than by hand|Expected index"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"other biases than by hand|Expected index"):
         PROOFS["balancing:bias_update"](suite.registry, suite.cases["lfm2_moe"])
 
 

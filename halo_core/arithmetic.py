@@ -23,7 +23,7 @@ DEEPEP_SIZES = (2, 4, 8)
 """How many processes of one machine DeepEP's kernels are made for."""
 
 DEEPEP_INSTALL = (
-    "build DeepEP 1.2 from source (https://github.com/deepseek-ai/DeepEP; deep-ep on PyPI is another package), "
+    "build DeepEP 1.2 from source (https://github.com/deepseek-ai/DeepEP; deep-ep on PyPI is 1.0, too old), "
     "or ep_dispatcher: all_to_all"
 )
 

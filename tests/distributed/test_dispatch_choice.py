@@ -81,7 +81,7 @@ def test_what_deepep_cannot_carry_is_refused_and_auto_says_it(change: dict[str, 
 @pytest.mark.usefixtures("absent")
 def test_deepep_asked_for_and_absent_is_refused_with_how_to_get_it() -> None:
     text = refusal("deepep", GPU)
-    assert "not installed" in text and "from source" in text and "deep-ep on PyPI is another package" in text
+    assert "not installed" in text and "from source" in text and "deep-ep on PyPI is 1.0, too old" in text
     assert choose("auto", GPU) == Choice("all_to_all", "DeepEP is not installed")
 
 

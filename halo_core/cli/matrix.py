@@ -38,8 +38,8 @@ COLOURS = {
 }
 LEGEND = (
     "yes: proved by tests on the CPU, or by a recorded run where it takes a GPU. declared: built, its proof on a GPU "
-    "is missing. experimental: needs allow_experimental. not yet: this version has no mechanism. no: cannot work there; "
-    "`halo matrix --why FAMILY FEATURE` says why."
+    "is missing. experimental: needs allow_experimental. not yet: this version has no mechanism. no: cannot work "
+    "there; `halo matrix --why FAMILY FEATURE` says why."
 )
 
 

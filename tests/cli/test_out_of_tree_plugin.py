@@ -94,7 +94,7 @@ def test_matrix_shows_its_answers_with_their_author(installed: Environment) -> N
     assert cells["grouped_gemm"]["verdict"] == "Supported"
     assert (cells["ep"]["verdict"], cells["ep"]["by"]) == ("Unsupported", "mosaic")
     why = installed.halo("matrix", "--why", "mosaic", "ep").stdout
-    assert "every expert is a module of its own" in why and "(MosaicTile)" in why and "not built yet" in why
+    assert "every expert is a module of its own" in why and "(MosaicTile)" in why and "halo_core: Supported" in why
 
 
 def test_its_rule_and_its_answers_refuse_a_run_without_torch(installed: Environment) -> None:

@@ -57,10 +57,14 @@ class Setup:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Return the configuration that Halo and TRL share."""
+        """Return the configuration that Halo and TRL share.
+
+        The rate keeps last-bit differences small: at 5e-4 one of them turns a router's near tie into another choice of
+        expert at step 12, after which two exact runs part.
+        """
         return {
             "max_length": 128, "per_device_train_batch_size": self.per_device,
-            "gradient_accumulation_steps": self.accumulation, "max_steps": self.steps, "learning_rate": 5e-4,
+            "gradient_accumulation_steps": self.accumulation, "max_steps": self.steps, "learning_rate": 3e-4,
             "lr_scheduler_type": "cosine", "warmup_steps": 5, "weight_decay": 0.01, "optim": "adamw_torch",
             "max_grad_norm": 1.0, "seed": SEED,
         }
@@ -175,7 +179,7 @@ def test_every_step_follows_trl(
 
 @pytest.mark.parametrize(
     "changed",
-    [{"seed": SEED + 1}, {"learning_rate": 5.1e-4}, {"max_grad_norm": 0.0}, {"assistant_only_loss": False}],
+    [{"seed": SEED + 1}, {"learning_rate": 3.1e-4}, {"max_grad_norm": 0.0}, {"assistant_only_loss": False}],
     ids=lambda changed: next(iter(changed)),
 )
 def test_another_order_rate_clip_or_mask_is_seen(

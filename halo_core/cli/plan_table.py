@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from halo_core.plan import Checked, RunPlan
+from halo_core.registry import size, text_config
 
 
 def feature_table(plan: RunPlan) -> Table:
@@ -66,6 +67,8 @@ def print_plan(checked: Checked) -> None:
         f"x ep {degrees.ep} x etp {degrees.etp}"
     )
     print(f"kernels:   attention {plan.attention}, experts {plan.experts_kernel}, head {plan.head_kernel}")
+    if degrees.ep > 1:
+        print(f"exchange:  {exchange_line(checked)}")
     print(f"plugins:   {', '.join(f'{name} {version}' for name, version in plan.plugins)}")
     print(f"digest:    {plan.digest()}")
     for note in plan.notes:
@@ -74,6 +77,23 @@ def print_plan(checked: Checked) -> None:
         print(f"not built yet, so this run would be refused: {', '.join(row.feature for row in plan.not_built)}")
     else:
         print("ready: this run can start")
+
+
+def exchange_line(checked: Checked) -> str:
+    """Return what expert parallelism sends at most, and what recomputing layers adds to it."""
+    plan, config = checked.plan, checked.config
+    names, inner = checked.architecture.spec.names, text_config(checked.architecture.spec, checked.model_config)
+    chosen, hidden = size(names.experts_per_token, inner), size(names.hidden_size, inner)
+    if chosen is None or hidden is None or config.max_length is None:
+        return f"ep_dispatcher {config.ep_dispatcher}"
+    tokens = config.per_device_train_batch_size * config.max_length
+    # A token travels once to each other process that holds one of its experts.
+    sent = tokens * min(chosen, plan.degrees.ep - 1) * hidden * (4 if config.dtype == "float32" else 2)
+    again = ", sent again when a layer is recomputed (nothing is held)" if config.gradient_checkpointing else ""
+    return (
+        f"ep_dispatcher {config.ep_dispatcher}; of each micro-batch a process sends at most {gib(sent)} of tokens per "
+        f"MoE layer, and gets as much back{again}"
+    )
 
 
 def _size_rows(checked: Checked, sizes: object) -> Iterable[tuple[str, str]]:

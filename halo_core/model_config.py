@@ -28,6 +28,9 @@ PARTS_MANIFEST = "ep-shards.json"
 """The file that tells such a folder."""
 MERGE = "halo run merge-ep-shards"
 
+QUANTISATION = "quantization_config"
+"""The entry of config.json that says how weights are stored, when they are not plain numbers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -36,6 +39,24 @@ class ModelConfig:
     config: Mapping[str, Any]
     origin: str
     guessed: tuple[str, ...] = ()
+
+
+def stored_as(config: Mapping[str, Any]) -> str | None:
+    """Return the name of the form in which a model's weights are stored, or None when they are plain numbers."""
+    stored = config.get(QUANTISATION)
+    if not stored:
+        return None
+    return str(stored.get("quant_method", "a quantised format") if isinstance(stored, Mapping) else stored)
+
+
+def left_packed(key: str, method: str) -> Problem:
+    """Return the problem of weights that shall stay in the stored form `method`."""
+    return Problem(
+        key=key,
+        value=False,
+        why=f"the model's weights are stored as {method}, which has no gradient, so they cannot be trained as they are",
+        remedy=f"set {key}: true to read them as bf16, or start from a bf16 copy of this model",
+    )
 
 
 def asked_family(flag: str | None, config: RunConfig, registry: Registry, problems: list[Problem]) -> Family | None:

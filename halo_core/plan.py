@@ -16,10 +16,12 @@ from halo_core.arithmetic import Degrees, dispatcher_problems, length_problems, 
 from halo_core.arithmetic import degrees as mesh_degrees
 from halo_core.config import RUN_MECHANISMS, ConfigRead, RunConfig, active_features
 from halo_core.errors import Problem, Refused, shown
-from halo_core.model_config import asked_family, choose
+from halo_core.model_config import asked_family, choose, left_packed, stored_as
 from halo_core.plugins import PluginFault
 from halo_core.registry import Architecture, Family, Registry
 from halo_core.support import Cell, Part
+
+DEQUANTISE = "dequantize_source"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +125,7 @@ def build(
     notes = list(read.notes)
     balancing = _balancing(config, architecture, notes)
     rows, attention = _rows(read, owner, architecture, nproc, balancing, problems, notes)
-    rows += _quantised_source(model.config)
+    rows = _with_source(rows, read, model.config, problems, notes)
     degrees = mesh_degrees(config, architecture, model.config, nproc, problems)
     plan = RunPlan(
         family=owner.name,
@@ -294,22 +296,33 @@ def _row_of(
     ]
 
 
-def _quantised_source(model: Mapping[str, Any]) -> list[PlanRow]:
-    stored = model.get("quantization_config")
-    if not stored:
-        return []
-    method = stored.get("quant_method", "a quantised format") if isinstance(stored, Mapping) else "a quantised format"
-    return [
-        PlanRow(
-            feature="quantised_source",
-            word="not built yet",
-            by="halo_core",
-            key="model_name_or_path",
-            value=f"stored as {method}",
-            reason="this version cannot read quantised weights yet",
-            instead="start from a bf16 copy of this model",
+def _with_source(
+    rows: list[PlanRow], read: ConfigRead, model: Mapping[str, Any], problems: list[Problem], notes: list[str]
+) -> list[PlanRow]:
+    """Return the rows with one about how the source's weights are stored, where they are no plain numbers."""
+    method = stored_as(model)
+    if method is None:
+        # The key's default is true and concerns such sources only.
+        return [row for row in rows if row.key != DEQUANTISE or DEQUANTISE in read.given]
+    known = support.PACKED_FORMATS.get(method)
+    if known is not None and not read.config.dequantize_source:
+        problems.append(left_packed(DEQUANTISE, method))
+        return rows
+    if known is not None:
+        notes.append(
+            f"the model's weights are stored as {method}: they are read, trained and exported as bf16, which takes "
+            f"{known.growth:.1f} times the bytes"
         )
-    ]
+    row = PlanRow(
+        feature="quantised_source",
+        word="not built yet" if known is None else "Supported",
+        by="halo_core",
+        key="model_name_or_path",
+        value=f"stored as {method}",
+        reason=f"this version does not read {method}" if known is None else f"{method} is read as bf16",
+        instead="start from a bf16 copy of this model" if known is None else "",
+    )
+    return [*rows, row]
 
 
 def _refusal(cell: Cell, part: Part, key: str | None, value: object) -> Problem:

@@ -130,6 +130,25 @@ KERNELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)
+class PackedFormat:
+    """A stored form in fewer bits that is read as bf16: tensor NAME lies in the files as NAME+blocks and NAME+scales.
+
+    growth: bytes as bf16 for each byte in the files.
+    """
+
+    blocks: str
+    scales: str
+    growth: float
+
+
+PACKED_FORMATS: Mapping[str, PackedFormat] = MappingProxyType(
+    # 32 values are 16 bytes and a scale of one byte; as bf16 they are 64 bytes.
+    {"mxfp4": PackedFormat(blocks="_blocks", scales="_scales", growth=64 / 17)}
+)
+"""The stored forms that this version reads, by the name that config.json has for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evidence:
     """One GPU run that showed a cell to work: which test, on what, when."""
 

@@ -19,8 +19,8 @@ from halo_core.checkpoint.full_tensors import WRITER
 from halo_core.checkpoint.save import own_file, own_part, stored_weights
 from halo_core.checkpoint.shards_folder import COMPANIONS, FOLDER, HEADS, MANIFEST, TENSORS, UNTRAINED, Manifest
 from halo_core.model_config import MERGE
-from halo_core.models.safetensors_files import StoredTensor, WeightFile, header_of, read_file
-from halo_core.models.source import weight_files
+from halo_core.models.packed import source_files
+from halo_core.models.safetensors_files import StoredTensor, WeightFile, header_of
 from halo_core.registry import Architecture
 
 
@@ -49,7 +49,7 @@ def export_parts(
     """
     with process_group.together():
         draft = read_draft(model, architecture, source_folder, output_dir, tokenizer_folder, text_only)
-        files = [read_file(path) for path in weight_files(source_folder)]
+        files = source_files(source_folder)
     check_same_source(draft)
     sharing = agreement.sharing(output_dir)
     every = stored_weights(model)
@@ -62,14 +62,14 @@ def export_parts(
     )  # fmt: skip
     writes = process_group.rank() == WRITER
     kept = _untrained(files, draft) if writes else []
-    needed = part.num_bytes + sum(tensor.stop - tensor.start for _, tensor in kept)
+    needed = part.num_bytes + sum(tensor.num_bytes for _, tensor in kept)
     with atomic.publishing(output_dir / FOLDER, needed=needed, writers=sharing) as writer:
         writer.file(own_file(TENSORS), tensors.chunks(part.tensors, part.places))
         if writes:
             for file in files:
                 writer.file(f"{HEADS}/{file.path.name}", [file.head])
             for name, origin in draft.companions.items():
-                writer.file(f"{COMPANIONS}/{name}", [origin.read_bytes()])
+                writer.file(f"{COMPANIONS}/{name}", [export_files.content(origin)])
             writer.file(UNTRAINED, _copied(kept))
         if sharing.leads:
             writer.file(MANIFEST, [manifest.text()])
@@ -86,7 +86,7 @@ def _untrained(files: list[WeightFile], draft: Draft) -> list[tuple[WeightFile, 
     return [(file, tensor) for file in files for tensor in file.tensors if tensor.key in draft.layout.untrained]
 
 
-def _copied(kept: list[tuple[WeightFile, StoredTensor]]) -> Iterator[bytes]:
+def _copied(kept: list[tuple[WeightFile, StoredTensor]]) -> Iterator[export_files.Piece]:
     yield header_of([(tensor.key, tensor.dtype, tensor.shape) for _, tensor in kept], {})
     for file, tensor in kept:
-        yield from export_files.bytes_in(file.path, tensor.start, tensor.stop)
+        yield from export_files.source_bytes(file, tensor)

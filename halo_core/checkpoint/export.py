@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,12 +21,13 @@ from transformers import PreTrainedModel
 from halo_core import process_group
 from halo_core.checkpoint import agreement, export_files
 from halo_core.checkpoint.atomic import SaveFailed
-from halo_core.checkpoint.export_files import CONFIG_FILE, NewFile, SourceTensors
+from halo_core.checkpoint.export_files import CONFIG_FILE, Companion, NewFile, SourceTensors
 from halo_core.checkpoint.full_tensors import WRITER, FullTensors, Gathered
 from halo_core.errors import Problem, Refused
+from halo_core.model_config import stored_as
 from halo_core.models.layout import Layout, read_layout
-from halo_core.models.safetensors_files import WeightFile, read_file
-from halo_core.models.source import weight_files
+from halo_core.models.packed import source_files
+from halo_core.models.safetensors_files import WeightFile
 from halo_core.registry import Architecture, text_config
 
 PARTIAL_FOLDER = ".export.partial"
@@ -49,12 +50,12 @@ class Exported:
 class Draft:
     """An export before anything is written. files: the weight files to be. text_only: the text class is written.
 
-    companions: name -> origin of every other file. config: the source's config.json.
+    companions: name -> origin of every other file, or its bytes. config: config.json, saying nothing of packed weights.
     """
 
     layout: Layout
     files: tuple[NewFile, ...]
-    companions: Mapping[str, Path]
+    companions: Mapping[str, Companion]
     config: Mapping[str, Any]
     text_only: bool
     note: str
@@ -114,10 +115,15 @@ def read_draft(
                 remedy="name another folder",
             )
         )
-    files = [read_file(path) for path in weight_files(source_folder)]
+    files = source_files(source_folder)
     config = json.loads((source_folder / CONFIG_FILE).read_text(encoding="utf-8"))
     companions = export_files.companions(source_folder, tokenizer_folder)
-    return draft_of(model, architecture, files, config, companions, text_only)
+    method = stored_as(config)
+    if method is None:
+        return draft_of(model, architecture, files, config, companions, text_only)
+    companions, config = export_files.plain_companions(companions, config, files)
+    draft = draft_of(model, architecture, files, config, companions, text_only)
+    return replace(draft, note=f"{draft.note}; what the source stores as {method} is written as bf16")
 
 
 def draft_of(
@@ -125,7 +131,7 @@ def draft_of(
     architecture: Architecture,
     files: list[WeightFile],
     config: Mapping[str, Any],
-    companions: Mapping[str, Path],
+    companions: Mapping[str, Companion],
     text_only: bool,
 ) -> Draft:
     """Return the draft for a source whose weight files and config.json are known. Arguments as in `Draft`."""
@@ -182,7 +188,7 @@ def write_draft(
 
     def finish() -> None:
         for name, origin in draft.companions.items():
-            export_files.write(staged / name, [origin.read_bytes()])
+            export_files.write(staged / name, [export_files.content(origin)])
         if draft.text_only:
             export_files.write_text_config(staged, model, architecture, draft.config)
             export_files.write_index(staged, list(draft.files))

@@ -9,17 +9,22 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from halo_core.checkpoint.atomic import SaveFailed
 from halo_core.checkpoint.full_tensors import FullTensors
+from halo_core.model_config import QUANTISATION
+from halo_core.models.dequantise import DequantisedSlice
 from halo_core.models.layout import Layout, to_source
+from halo_core.models.packed import PackedTensor
 from halo_core.models.safetensors_files import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -49,6 +54,8 @@ COPIED_FOLDERS = ("additional_chat_templates",)
 CONFIG_FILE = "config.json"
 
 Piece = bytes | memoryview
+Companion = Path | bytes
+"""Where a file is copied from, or what stands in it."""
 Source = tuple[WeightFile, StoredTensor]
 
 
@@ -63,7 +70,7 @@ class NewFile:
     @property
     def num_bytes(self) -> int:
         """Return the whole file's size in bytes."""
-        return len(self.head) + sum(tensor.stop - tensor.start for _, tensor in self.tensors)
+        return len(self.head) + sum(tensor.num_bytes for _, tensor in self.tensors)
 
 
 def same_files(files: Iterable[WeightFile]) -> list[NewFile]:
@@ -193,7 +200,20 @@ def _bytes_of(origin: WeightFile, tensor: StoredTensor, tensors: SourceTensors) 
     if replaced is not None:
         yield replaced
     else:
+        yield from source_bytes(origin, tensor)
+
+
+def source_bytes(origin: WeightFile, tensor: StoredTensor) -> Iterator[Piece]:
+    """Yield the bytes of a tensor of the source that was not trained; a packed one becomes bf16."""
+    if not isinstance(tensor, PackedTensor):
         yield from bytes_in(origin.path, tensor.start, tensor.stop)
+        return
+    with ExitStack() as stack:
+        slices = [stack.enter_context(safe_open(path, framework="pt")).get_slice(stored.key)
+                  for path, stored in (tensor.blocks, tensor.scales)]
+        whole = DequantisedSlice(*slices)
+        for expert in range(tensor.shape[0]):
+            yield whole[expert : expert + 1].view(-1).view(torch.uint8).numpy().data
 
 
 def bytes_in(path: Path, start: int, stop: int, chunk: int = 1 << 24) -> Iterator[bytes]:
@@ -227,20 +247,45 @@ def write_index(staged: Path, planned: list[NewFile]) -> None:
     (staged / INDEX_FILE).unlink(missing_ok=True)
     if len(planned) == 1:
         return
-    written = {file.name: read_file(staged / file.name) for file in planned}
+    write(staged / INDEX_FILE, [_index(read_file(staged / file.name) for file in planned)])
+
+
+def _index(files: Iterable[WeightFile]) -> bytes:
+    """Return the text of an index of these files."""
+    written = list(files)
     index = {
-        "metadata": {"total_size": sum(t.stop - t.start for file in written.values() for t in file.tensors)},
-        "weight_map": {t.key: name for name, file in written.items() for t in file.tensors},
+        "metadata": {"total_size": sum(tensor.num_bytes for file in written for tensor in file.tensors)},
+        "weight_map": {tensor.key: file.path.name for file in written for tensor in file.tensors},
     }
-    write(staged / INDEX_FILE, [json.dumps(index, indent=2).encode() + b"\n"])
+    return json.dumps(index, indent=2).encode() + b"\n"
 
 
-def companions(source: Path, tokenizer_folder: Path | None) -> dict[str, Path]:
+def plain_companions(
+    found: Mapping[str, Companion], config: Mapping[str, Any], files: Iterable[WeightFile]
+) -> tuple[dict[str, Companion], dict[str, Any]]:
+    """Return the companions and config.json of a packed source when its weights are plain numbers.
+
+    found: as the source has them. config: its config.json. files: its files as they are read. The index, where there
+    is one, is that of the new keys.
+    """
+    plain = {name: value for name, value in config.items() if name != QUANTISATION}
+    changed: dict[str, Companion] = {CONFIG_FILE: json.dumps(plain, indent=2).encode() + b"\n"}
+    if INDEX_FILE in found:
+        changed[INDEX_FILE] = _index(files)
+    return {**found, **changed}, plain
+
+
+def content(origin: Companion) -> bytes:
+    """Return the bytes of a companion."""
+    return origin if isinstance(origin, bytes) else origin.read_bytes()
+
+
+def companions(source: Path, tokenizer_folder: Path | None) -> dict[str, Companion]:
     """Return name -> origin of config.json, tokenizer, chat template and the like.
 
     tokenizer_folder: whose files take the place of the source's, its configuration apart.
     """
-    found = _companions(source)
+    found: dict[str, Companion] = {**_companions(source)}
     if tokenizer_folder is not None:
         kept = (CONFIG_FILE, "generation_config.json", INDEX_FILE)
         found |= {name: path for name, path in _companions(tokenizer_folder).items() if name not in kept}

@@ -26,6 +26,7 @@ HARMLESS = frozenset({
     "export_text_only", "save_sharded_ep", "enable_efficiency_metrics", "enable_moe_metrics",
     "allow_experimental", "allow_untested_transformers", "allow_warm_restart", "trust_remote_code",
     "model_name_or_path", "model_revision", "family", "gradient_checkpointing",
+    "dequantize_source",
 })
 """Keys that change nothing a step computes: weights come from the checkpoint, the architecture is compared itself."""
 

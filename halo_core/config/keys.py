@@ -105,7 +105,7 @@ class RunConfig:
         None, Optional(kind=_TEXT), "padding, a token of the tokenizer; null: the tokenizer's",
         reader="trainer", asks=Asks(feature="special_tokens", inert=(None,)))
     dequantize_source: bool = _model(
-        False, _BOOLEAN, "read a quantised checkpoint as bf16", reader="models",
+        True, _BOOLEAN, "read a quantised checkpoint as bf16; false: refuse one", reader="models",
         asks=Asks(feature="dequantize_source", inert=(False,)))
     export_text_only: bool = _model(
         False, _BOOLEAN, "write the text model alone where the source is multimodal", reader="checkpoint",

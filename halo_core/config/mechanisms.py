@@ -61,8 +61,7 @@ RUN_MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(
         feature="dequantize_source",
         what="a quantised checkpoint read as bf16",
-        built=False,
-        instead="start from a bf16 copy of the model and remove dequantize_source",
+        built=True,
     ),
     Mechanism(
         feature="special_tokens",

@@ -17,6 +17,7 @@ from transformers.core_model_loading import build_glob_alternation
 
 from halo_core.errors import Refused
 from halo_core.kernels.experts.weights import ExpertsKernel
+from halo_core.model_config import QUANTISATION
 from halo_core.models import sockets
 from halo_core.models.tokenizer import invalid_config
 from halo_core.registry import Architecture, text_config
@@ -56,7 +57,8 @@ def text_model_config(architecture: Architecture, model_config: Mapping[str, Any
         Refused: transformers refuses its values.
     """
     inner = text_config(architecture.spec, model_config)
-    given = dict(inner)
+    # How the source stores its weights is no matter of the model, whose weights are plain numbers.
+    given = {name: value for name, value in inner.items() if name != QUANTISATION}
     if inner is not model_config and "tie_word_embeddings" in model_config:
         # The multimodal class ties by its own entry and never reads the text part's.
         given["tie_word_embeddings"] = model_config["tie_word_embeddings"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, conver
 from transformers.modeling_utils import LoadStateDictConfig
 
 from halo_core.errors import Problem, Refused
+from halo_core.models.dequantise import DequantisedSlice
 from halo_core.models.layout import Layout, check_inverse, module_key, read_layout
-from halo_core.models.safetensors_files import WeightFile, read_file
+from halo_core.models.packed import PackedTensor, source_files
+from halo_core.models.safetensors_files import StoredTensor, WeightFile
 from halo_core.models.source import weight_files
 from halo_core.registry import Architecture
 
@@ -44,7 +46,7 @@ def load_weights(
         NotImplementedError: before any tensor is read, when a slice of a converted tensor is not made of slices of its
             sources.
     """
-    files = [read_file(path) for path in weight_files(folder)]
+    files = source_files(folder)
     layout = read_layout(model, files, architecture)
     check_inverse(model, layout, files)
     _check_slices(model, layout)
@@ -58,9 +60,9 @@ def load_weights(
     prefixes = architecture.spec.source_prefixes
     missing: set[str] = set()
     with ExitStack() as stack:
-        handles = {file.path: stack.enter_context(safe_open(file.path, framework="pt")) for file in files}
+        handles = {path: stack.enter_context(safe_open(path, framework="pt")) for path in weight_files(folder)}
         for number, part in enumerate(_parts(files, layout)):
-            slices = {module_key(key, prefixes): handles[path].get_slice(key) for path, key in part}
+            slices = {module_key(tensor.key, prefixes): _slice(path, tensor, handles) for path, tensor in part}
             found, _ = convert_and_load_state_dict_in_model(model, slices, settings)
             _raise_surprises(found)
             missing = found.missing_keys if number == 0 else missing & found.missing_keys
@@ -73,18 +75,26 @@ def load_weights(
         raise RuntimeError(f"tensors without a value after loading: {', '.join(left)}")
 
 
-def _parts(files: list[WeightFile], layout: Layout) -> Iterator[list[tuple[Path, str]]]:
-    """Yield (file, key) of the tensors to be read, in parts: one layer each, and what lies outside of layers.
+def _slice(path: Path, tensor: StoredTensor, handles: Mapping[Path, Any]) -> Any:
+    """Return what reads any part of a tensor when it is indexed."""
+    if not isinstance(tensor, PackedTensor):
+        return handles[path].get_slice(tensor.key)
+    stored = (tensor.blocks, tensor.scales)
+    return DequantisedSlice(*(handles[place].get_slice(packed.key) for place, packed in stored))
+
+
+def _parts(files: list[WeightFile], layout: Layout) -> Iterator[list[tuple[Path, StoredTensor]]]:
+    """Yield (file, tensor) of the tensors to be read, in parts: one layer each, and what lies outside of layers.
 
     transformers reads ahead of what it converts, without a limit; so it is given no more than a layer at a time.
     """
-    parts: dict[str, list[tuple[Path, str]]] = {}
+    parts: dict[str, list[tuple[Path, StoredTensor]]] = {}
     for file in files:
         for tensor in file.tensors:
             if tensor.key not in layout.untrained:
                 target = layout.group_of[tensor.key].targets[0]
                 numbered = re.match(r".*?\.\d+\.", target)
-                parts.setdefault(numbered.group() if numbered else "", []).append((file.path, tensor.key))
+                parts.setdefault(numbered.group() if numbered else "", []).append((file.path, tensor))
     yield from parts.values()
 
 

@@ -43,6 +43,11 @@ class StoredTensor:
     start: int
     stop: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that the tensor's values take."""
+        return num_bytes(self.dtype, self.shape)
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFile:

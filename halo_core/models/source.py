@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from halo_core.errors import Problem, Refused
-from halo_core.model_config import parts_in, parts_problem
+from halo_core.model_config import left_packed, parts_in, parts_problem, stored_as
 from halo_core.models.safetensors_files import INDEX_FILE, SINGLE_FILE
+from halo_core.support import PACKED_FORMATS
 
 KEY = "model_name_or_path"
 
@@ -22,10 +23,10 @@ DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tikto
 NOT_DOWNLOADED = ("original/*", "metal/*", "onnx/*", "consolidated*", "*.bin.index.json")
 
 
-def resolve(name: str, revision: str | None = None) -> Path:
+def resolve(name: str, revision: str | None = None, *, dequantise: bool = True) -> Path:
     """Return the local folder of a model, downloading a hub id's files when they are not in the local cache.
 
-    revision: branch, tag or commit of a hub id.
+    revision: branch, tag or commit of a hub id. dequantise: whether weights in a known packed form may be read.
 
     Raises:
         Refused: when there is no such folder or repository, or `check_folder` refuses it.
@@ -33,12 +34,14 @@ def resolve(name: str, revision: str | None = None) -> Path:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         folder = _downloaded(name, revision)
-    check_folder(folder)
+    check_folder(folder, dequantise=dequantise)
     return folder
 
 
-def check_folder(folder: Path) -> None:
-    """Check that a folder holds config.json and whole, unquantised safetensors weights.
+def check_folder(folder: Path, *, dequantise: bool = True) -> None:
+    """Check that a folder holds config.json and whole safetensors weights, plain or in a form that is read as bf16.
+
+    dequantise: whether such a form may be read.
 
     Raises:
         Refused: with every reason found.
@@ -48,14 +51,16 @@ def check_folder(folder: Path) -> None:
         raise Refused(parts_problem(KEY, folder, parts))
     problems: list[Problem] = []
     config = _config(folder, problems)
-    quantised = config.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method", "a quantised format") if isinstance(quantised, Mapping) else quantised
+    method = stored_as(config)
+    if method is not None and method in PACKED_FORMATS and not dequantise:
+        problems.append(left_packed("dequantize_source", method))
+    elif method is not None and method not in PACKED_FORMATS:
+        forms = ", ".join(PACKED_FORMATS)
         problems.append(
             Problem(
                 key=KEY,
                 value=str(folder),
-                why=f"its weights are stored as {method}; this version reads bf16, fp16 and fp32",
+                why=f"its weights are stored as {method}; this version reads bf16, fp16 and fp32, and {forms} as bf16",
                 remedy="start from a bf16 copy of this model",
                 kind="not built",
             )

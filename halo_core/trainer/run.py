@@ -32,7 +32,7 @@ from halo_core.data.order import StepOrder, total_steps
 from halo_core.data.prepare import prepare
 from halo_core.methods.sft import Sft
 from halo_core.model_config import TINY
-from halo_core.models import sockets, source
+from halo_core.models import packed, sockets, source
 from halo_core.models.build import build_meta, text_model_config
 from halo_core.models.hidden import Head, last_hidden
 from halo_core.models.load import load_weights
@@ -102,7 +102,8 @@ def train(
         steps = total_steps(order, max_steps=config.max_steps, num_train_epochs=config.num_train_epochs)
         with process_group.together():
             schedule = build_schedule(config, steps)
-            folder_of_model = source.resolve(name, config.model_revision)
+            folder_of_model = source.resolve(name, config.model_revision, dequantise=config.dequantize_source)
+            growth = packed.growth_of(folder_of_model, packed.source_files(folder_of_model))
             model_config = json.loads((folder_of_model / "config.json").read_text(encoding="utf-8"))
             vocab_size = text_model_config(architecture, model_config).vocab_size
             check_vocabulary(prepared, tokenizer, vocab_size=vocab_size, name=str(config.model_name_or_path))
@@ -114,7 +115,7 @@ def train(
         process_group.agree("the rows", identity.data, remedy="give every process the same data")
         with process_group.together():
             notes = find.check(start.checkpoint, identity) if start.checkpoint else ()
-        for note in (*resolved.notes, *notes):
+        for note in (*resolved.notes, *notes, *([growth] if growth else [])):
             say(f"note: {note}")
         parallel = build_parallel(
             plan.degrees,

@@ -23,7 +23,7 @@ from halo_core.ranks import ranks_from
 
 ROWS = "random tokens"
 """What stands where a run names its data."""
-NOTHING_TO_READ = ("quantised_source", "dequantize_source")
+NOTHING_TO_READ = ("quantised_source",)
 """Features about weights of a source, which a measurement has none of."""
 
 

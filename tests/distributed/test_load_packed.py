@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from halo_core.checkpoint.export import export
+from halo_core.kernels.experts.reference import reference
 from halo_core.models import sockets
+from halo_core.models.build import build_meta
 from halo_core.models.dequantise import DequantisedSlice
+from halo_core.models.load import load_weights
 from tests.distributed import ranks
 from tests.distributed.test_load_sharded import ARCHITECTURES, loaded, with_experts
 from tests.packed_sources import write_packed
@@ -45,9 +48,7 @@ def unequal(architecture: Any, folder: Path, sizes: dict[str, int], wanted: dict
 
 
 @pytest.mark.parametrize("sizes", [{"ep": 2}, {"shard": 2, "ep": 2}, {"shard": 3}], ids=str)
-def test_every_tensor_is_bit_for_bit_the_one_that_transformers_dequantises(
-    sizes: dict[str, int], folder: Path
-) -> None:
+def test_every_tensor_is_bit_for_bit_the_one_that_transformers_dequantises(sizes: dict[str, int], folder: Path) -> None:
     wanted = of_transformers(folder)
     world = int(torch.tensor(list(sizes.values())).prod())
     assert ranks.run(world, unequal, ARCHITECTURE, folder, sizes, wanted) == [[]] * world
@@ -83,24 +84,15 @@ def test_each_process_makes_only_its_own_experts_bf16(folder: Path, monkeypatch:
 
 
 def test_the_export_of_two_processes_is_that_of_one_byte_for_byte(folder: Path, tmp_path: Path) -> None:
-    from halo_core.kernels.experts.reference import reference
-    from halo_core.models.build import build_meta
-    from halo_core.models.load import load_weights
+    config = json.loads((folder / "config.json").read_text())
+    model = build_meta(ARCHITECTURE, config, dtype=torch.bfloat16, experts=reference)
+    load_weights(model, folder, ARCHITECTURE)
+    export(model, ARCHITECTURE, folder, tmp_path / "one")
 
-    def write(sizes: dict[str, int] | None, out: Path) -> int:
-        if sizes is None:
-            import json
+    def write() -> None:
+        export(loaded(ARCHITECTURE, folder, {"ep": 2}, torch.bfloat16), ARCHITECTURE, folder, tmp_path / "two")
 
-            config = json.loads((folder / "config.json").read_text())
-            model = build_meta(ARCHITECTURE, config, dtype=torch.bfloat16, experts=reference)
-            load_weights(model, folder, ARCHITECTURE)
-        else:
-            model = loaded(ARCHITECTURE, folder, sizes, torch.bfloat16)
-        export(model, ARCHITECTURE, folder, out)
-        return dist.get_rank() if sizes else 0
-
-    write(None, tmp_path / "one")
-    ranks.run(2, write, {"ep": 2}, tmp_path / "two")
+    ranks.run(2, write)
     one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two"))
     assert one.keys() == two.keys()
     assert [name for name in one if one[name] != two[name]] == []

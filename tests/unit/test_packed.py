@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 import halo_core
-from halo_core import registry
+from halo_core import plan, registry
 from halo_core.checkpoint.ep_shards import export_parts
 from halo_core.checkpoint.export import export
 from halo_core.checkpoint.merge import merge
+from halo_core.config import read
 from halo_core.errors import Refused
 from halo_core.kernels.experts.reference import reference
 from halo_core.models import packed, source
@@ -48,10 +50,10 @@ def copied(folders: dict[str, Path], tmp_path: Path) -> Path:
     return tmp_path / "copied"
 
 
-def loaded(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
+def loaded(folder: Path, dtype: torch.dtype = torch.bfloat16, architecture: Any = ARCHITECTURE) -> Any:
     config = json.loads((folder / "config.json").read_text())
-    model = build_meta(ARCHITECTURE, config, dtype=dtype, experts=reference)
-    load_weights(model, folder, ARCHITECTURE)
+    model = build_meta(architecture, config, dtype=dtype, experts=reference)
+    load_weights(model, folder, architecture)
     return model
 
 
@@ -123,7 +125,8 @@ def test_a_slice_reads_its_own_experts_and_rows_one_expert_at_a_time() -> None:
     assert part.get_shape() == [6, 64, 8] == list(whole.shape)
     assert torch.equal(part[slice(2, 4)], whole[2:4])
     assert [one.asked for one in watched] == [[[(2, 3), (0, 8)], [(3, 4), (0, 8)]]] * 2
-    for index in ((slice(1, 3), slice(5, 40), slice(2, 7)), (slice(0, 0), slice(0, 64), slice(0, 8)), (slice(4, None),)):
+    nothing = (slice(0, 0), slice(0, 64), slice(0, 8))
+    for index in ((slice(1, 3), slice(5, 40), slice(2, 7)), nothing, (slice(4, None),)):
         assert torch.equal(part[index], whole[index])
     with pytest.raises(NotImplementedError):
         part[3]
@@ -132,9 +135,7 @@ def test_a_slice_reads_its_own_experts_and_rows_one_expert_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_export_is_plain_bf16_and_transformers_reads_it(
-    form: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_export_is_plain_bf16_and_transformers_reads_it(form: str, folders: dict[str, Path], tmp_path: Path) -> None:
     model = trained(folders[form])
     written = export(model, ARCHITECTURE, folders[form], tmp_path)
     assert "mxfp4 is written as bf16" in written.note
@@ -183,10 +184,8 @@ def test_an_untrained_packed_tensor_is_written_as_bf16(copied: Path, tmp_path: P
     state = load_file(copied / "model.safetensors")
     state["mtp.0.experts_blocks"], state["mtp.0.experts_scales"] = state[BLOCKS].clone(), state[SCALES].clone()
     write_state(copied, state)
-    from dataclasses import replace
-
     knows = replace(ARCHITECTURE, spec=replace(ARCHITECTURE.spec, untrained=(r"^mtp\.",)))
-    wanted = loaded_with(copied, knows)
+    wanted = loaded(copied, architecture=knows)
     export(wanted, knows, copied, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(found["mtp.0.experts"], found[BLOCKS.removesuffix("_blocks")])
@@ -195,21 +194,12 @@ def test_an_untrained_packed_tensor_is_written_as_bf16(copied: Path, tmp_path: P
     assert torch.equal(kept["mtp.0.experts"], found["mtp.0.experts"])
 
 
-def loaded_with(folder: Path, architecture: Any) -> Any:
-    config = json.loads((folder / "config.json").read_text())
-    model = build_meta(architecture, config, dtype=torch.bfloat16, experts=reference)
-    load_weights(model, folder, architecture)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("gone", "words"), [(SCALES, SCALES), (BLOCKS, BLOCKS)], ids=["no-scales", "no-blocks"]
-)
-def test_half_of_a_pair_is_refused_by_the_name_of_the_other(copied: Path, gone: str, words: str) -> None:
+@pytest.mark.parametrize("gone", [SCALES, BLOCKS], ids=["no-scales", "no-blocks"])
+def test_half_of_a_pair_is_refused_by_the_name_of_the_other(copied: Path, gone: str) -> None:
     state = load_file(copied / "model.safetensors")
     del state[gone]
     write_state(copied, state)
-    with pytest.raises(Refused, match=f"lacks tensors that belong to stored ones: {words}"):
+    with pytest.raises(Refused, match=f"lacks tensors that belong to stored ones: {gone}"):
         loaded(copied)
 
 
@@ -290,3 +280,37 @@ def test_a_run_that_shall_not_dequantise_is_refused_before_anything_is_read(
         halo_core.train(keys(folders["single"], tmp_path / "run", dequantize_source=False), rows=rows())
     assert [problem.key for problem in caught.value.problems] == ["dequantize_source"]
     assert not (tmp_path / "run").exists()
+
+
+RECIPE = Path(__file__).parents[2] / "examples" / "gpt_oss" / "gpt-oss-20b-ep2.yaml"
+
+
+def planned(*overrides: str, path: Path | None = RECIPE) -> plan.RunPlan:
+    return plan.build(read(path, overrides), REGISTRY, nproc=2, dry_run=True).plan
+
+
+def test_the_plan_of_the_published_recipe_says_that_its_weights_are_read_as_bf16() -> None:
+    row = next(row for row in planned().rows if row.feature == "quantised_source")
+    assert (row.word, row.value) == ("Supported", "stored as mxfp4")
+    assert [note for note in planned().notes if "stored as mxfp4" in note and "3.8 times the bytes" in note]
+    assert "dequantize_source" not in {row.feature for row in planned().not_built}
+
+
+def test_the_plan_refuses_to_train_what_stays_packed() -> None:
+    with pytest.raises(Refused, match="mxfp4, which has no gradient") as caught:
+        planned("dequantize_source=false")
+    assert [problem.key for problem in caught.value.problems] == ["dequantize_source"]
+
+
+def test_another_stored_form_is_not_built_in_a_plan(copied: Path) -> None:
+    config = json.loads((copied / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (copied / "config.json").write_text(json.dumps(config))
+    found = planned(f"model_name_or_path={copied}", "dataset_name=x", "expert_parallel_size=2", path=None)
+    assert [(row.feature, row.value) for row in found.not_built] == [("quantised_source", "stored as fp8")]
+    assert not any("fp8" in note for note in found.notes)
+
+
+def test_a_plan_of_plain_weights_speaks_of_it_only_when_asked() -> None:
+    given = ("model_name_or_path=tiny", "family=gpt_oss", "dataset_name=x", "expert_parallel_size=2")
+    for more, speaks in (((), False), (("dequantize_source=true",), True)):
+        assert ("dequantize_source" in planned(*given, *more, path=None).features) is speaks

@@ -60,14 +60,16 @@ class DequantisedSlice:
 
 def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return the values [C, R] of one expert: blocks [R, G, 16] uint8, scales [R, G] uint8. Exact in bf16."""
-    magnitudes = torch.tensor(MAGNITUDES, dtype=torch.bfloat16)
+    # Twice an element times half its scale: the largest scale itself is no bf16 number, and half of it is.
+    magnitudes = 2 * torch.tensor(MAGNITUDES, dtype=torch.bfloat16)
     elements = torch.cat([magnitudes, -magnitudes])
     every_byte = torch.arange(256)
     pairs = torch.stack([elements[every_byte & 15], elements[every_byte >> 4]], dim=-1)
+    powers = torch.ldexp(torch.ones(256), every_byte - BIAS - 1).to(torch.bfloat16)
     rows, groups, width = blocks.shape
     values = pairs[blocks.int()].view(rows, groups, 2 * width)
-    exponents = scales.int().unsqueeze(-1) - BIAS
-    return torch.ldexp(values, exponents).to(torch.bfloat16).view(rows, groups * 2 * width).t()
+    values *= powers[scales.int()].unsqueeze(-1)
+    return values.view(rows, groups * 2 * width).t()
 
 
 def _shape(stored: Any) -> tuple[int, ...]:

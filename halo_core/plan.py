@@ -310,7 +310,7 @@ def _with_source(
         return rows
     if known is not None:
         notes.append(
-            f"the model's weights are stored as {method}: they are read, trained and exported as bf16, which takes "
+            f"the model's weights are stored as {method}: they are read and exported as bf16, which takes "
             f"{known.growth:.1f} times the bytes"
         )
     row = PlanRow(

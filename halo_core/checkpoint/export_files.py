@@ -269,6 +269,8 @@ def plain_companions(
     is one, is that of the new keys.
     """
     plain = {name: value for name, value in config.items() if name != QUANTISATION}
+    if not any(plain.get(name) for name in ("dtype", "torch_dtype")):
+        plain["dtype"] = "bfloat16"  # the stored form said in what numbers the model computes; now nothing else does
     changed: dict[str, Companion] = {CONFIG_FILE: json.dumps(plain, indent=2).encode() + b"\n"}
     if INDEX_FILE in found:
         changed[INDEX_FILE] = _index(files)

@@ -167,6 +167,14 @@ def test_an_export_is_plain_bf16_and_transformers_reads_it(form: str, folders: d
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
 
 
+def test_an_export_names_the_dtype_that_the_source_left_to_its_stored_form(copied: Path, tmp_path: Path) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    del config["dtype"]
+    (copied / "config.json").write_text(json.dumps(config))
+    export(trained(copied), ARCHITECTURE, copied, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 @pytest.mark.parametrize("form", ["single", "scales-apart"])
 def test_parts_merge_to_the_folder_that_an_export_writes(form: str, folders: dict[str, Path], tmp_path: Path) -> None:
     model = trained(folders[form])

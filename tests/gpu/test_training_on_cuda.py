@@ -36,7 +36,7 @@ def losses(folder: Path, out: Path, **settings: Any) -> list[float]:
         "output_dir": str(out),
         "max_steps": 8,
         "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
+        "learning_rate": 1e-3,
         "optim": "sgd",
         "save_strategy": "no",
         **settings,

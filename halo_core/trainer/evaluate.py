@@ -67,8 +67,9 @@ def evaluate(
                 sums.update({name: total.item() for name, total in terms.items()})
     finally:
         model.train(was_training)
+        if sharded is not None:  # also when abandoned: the next step must find its parameters cut again
+            sharded.settle()
     if sharded is not None:
-        sharded.settle()
         counts = [float(tokens), float(supervised)]
         tokens, supervised = (int(count) for count in sharded.totals(counts, device))
         names = list(denominators)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the receipts of one machine with two GPUs: one training in several layouts, and a model that EP makes fit.
+# Makes the receipts of one machine with two GPUs: one training in several layouts, and a larger model.
 #   receipts/two-gpus.sh FOLDER [NAME ...]
 # Without names all are made. Each measurement has LIMIT seconds and its own log; one that fails does not keep the others from running. SMALL=1 runs
 # the same on tiny models, for trying this script on a machine without a GPU.

@@ -1,4 +1,4 @@
-"""The rule between dispatchers: what was asked for, or the fastest that can run here, with the reason.
+"""The rule between dispatchers: what was asked for, or what can run here, with the reason.
 
 Not for starting one. `auto` takes DeepEP where every process can use it, and torch's collectives otherwise.
 """

@@ -24,7 +24,6 @@ class Due:
 
     evaluate: bool
     save: bool
-    epoch_ended: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,6 @@ class Policy:
         return Due(
             evaluate=_falls_due(self.eval_strategy, self.eval_steps, step, last, epoch_ended),
             save=_falls_due(self.save_strategy, self.save_steps, step, last, epoch_ended),
-            epoch_ended=epoch_ended,
         )
 
 

@@ -185,8 +185,7 @@ def train(
             data_rank=parallel.topology.data_rank,
         )
         parallel.close()
-        changed = config.chat_template_path or config.eos_token or config.pad_token
-        tokenizer_folder = Path(scratch) / "tokenizer" if changed else None
+        tokenizer_folder = Path(scratch) / "tokenizer" if config.chat_template_path else None
         if tokenizer_folder is not None:
             tokenizer.save_pretrained(tokenizer_folder)
         try:

@@ -39,11 +39,6 @@ class ExpertWeights:
         """Return E."""
         return self.gate_up.shape[0]
 
-    @property
-    def width(self) -> int:
-        """Return M."""
-        return self.down.shape[1 if self.is_transposed else 2]
-
 
 class ExpertsKernel(Protocol):
     """What every form of the kernel is: routed tokens in, the weighted sum of their experts' outputs out.

@@ -198,6 +198,23 @@ def length_problems(config: RunConfig, architecture: Architecture, model: Mappin
     return []
 
 
+def choice_problems(architecture: Architecture, model: Mapping[str, Any]) -> list[Problem]:
+    """Return whether a token can choose as many experts as config.json says."""
+    names, inner = architecture.spec.names, text_config(architecture.spec, model)
+    chosen, experts = size(names.experts_per_token, inner), size(names.num_experts, inner)
+    if chosen is None or experts is None or 1 <= chosen <= experts:
+        return []
+    return [
+        Problem(
+            key="model_name_or_path",
+            value=chosen,
+            why=f"its config.json says that a token goes to {chosen} experts ({' or '.join(names.experts_per_token)}), "
+            f"and a layer has {experts}",
+            remedy=f"give a model whose config.json names 1 to {experts}",
+        )
+    ]
+
+
 def version_problems(config: RunConfig, family: Family) -> list[Problem]:
     """Return whether the installed transformers is one the family was tested with."""
     installed, tested = importlib.metadata.version("transformers"), family.spec.transformers

@@ -12,7 +12,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from halo_core import support
-from halo_core.arithmetic import Degrees, dispatcher_problems, length_problems, run_problems, version_problems
+from halo_core.arithmetic import (
+    Degrees,
+    choice_problems,
+    dispatcher_problems,
+    length_problems,
+    run_problems,
+    version_problems,
+)
 from halo_core.arithmetic import degrees as mesh_degrees
 from halo_core.config import RUN_MECHANISMS, ConfigRead, RunConfig, active_features
 from halo_core.errors import Problem, Refused, shown
@@ -145,6 +152,7 @@ def build(
     )
     problems += dispatcher_problems(config, degrees.ep)
     problems += length_problems(config, architecture, model.config)
+    problems += choice_problems(architecture, model.config)
     problems += _hook_problems(registry, plan, model.config)
     if not dry_run:
         problems += [_not_built(row) for row in plan.not_built]

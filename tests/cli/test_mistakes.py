@@ -219,3 +219,10 @@ def test_what_is_no_list_of_rows_is_told_as_that(rows: Any, tmp_path: Path) -> N
     given = {"model_name_or_path": "tiny", "output_dir": tmp_path / "out"}
     with pytest.raises(Refused, match="texts instead of rows"):
         halo_core.train(given, rows=rows, family="lfm2")
+
+
+@pytest.mark.parametrize("chosen", [0, 9])
+def test_more_choices_than_experts_in_config_json_are_refused(halo: Halo, model: Path, chosen: int) -> None:
+    edit(model / "config.json", num_experts_per_tok=chosen)
+    code, _, err = train(halo, model)
+    assert code == 2 and f"a token goes to {chosen} experts (num_experts_per_tok), and a layer has 8" in err

@@ -6,7 +6,7 @@ Not for deciding any of it: `prepare.py` counts, this tells.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -20,12 +20,57 @@ class Dropped:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PackingAccount:
+    """What packing made of the kept rows of a split.
+
+    `documents` are the rows and pieces of rows in the `packs`, of `tokens` together. `cut_rows` were cut into pieces;
+    `left_out_pieces` of them hold nothing to learn and are in no pack. `lost_targets` are tokens to be learnt that
+    begin a later piece, so that nothing stands before them.
+    """
+
+    strategy: str
+    max_length: int
+    packs: int
+    documents: int
+    tokens: int
+    cut_rows: int = 0
+    left_out_pieces: int = 0
+    left_out_tokens: int = 0
+    lost_targets: int = 0
+
+    @property
+    def efficiency(self) -> float:
+        """The part of the packs that is filled with tokens, from 0 to 1."""
+        return self.tokens / (self.packs * self.max_length) if self.packs else 0.0
+
+    def lines(self) -> list[str]:
+        """Return the account as lines for a person."""
+        lines = [
+            f"  packed ({self.strategy}): {_count(self.documents, 'document')} in {_count(self.packs, 'pack')} of at "
+            f"most {self.max_length} tokens, {self.efficiency:.1%} filled"
+        ]
+        if self.cut_rows:
+            lines.append(f"  cut into pieces: {_count(self.cut_rows, 'row')}, each piece a document of its own")
+        if self.left_out_pieces:
+            lines.append(
+                f"  left out: {_count(self.left_out_pieces, 'piece')} of cut rows with nothing to learn, "
+                f"{_count(self.left_out_tokens, 'token')}"
+            )
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the account as plain numbers and texts, fit for JSON."""
+        return {**vars(self), "efficiency": self.efficiency}
+
+
+@dataclass(frozen=True, kw_only=True)
 class SplitAccount:
     """One set of rows, for training or evaluation.
 
-    `rows_read` = `rows` + rows of all `dropped`; `tokens_read` = `tokens` + `cut_tokens` + tokens of all `dropped`.
-    `supervised_tokens` are the targets of the loss. `kinds`: kind of row -> (rows kept, what of them is learnt).
-    `notes`: what a person should know -> rows it concerns.
+    `rows_read` = `rows` + rows of all `dropped`; `tokens_read` = `tokens` + `cut_tokens` + tokens of all `dropped` +
+    those that packing left out. `tokens` are what one epoch trains on, `supervised_tokens` the targets of the loss;
+    these and `lost_targets`, reason -> count, are all the tokens to be learnt. `kinds`: kind of row -> (rows kept, what
+    of them is learnt). `notes`: what a person should know -> rows it concerns. `packing`: where the rows are packed.
     """
 
     name: str
@@ -42,6 +87,12 @@ class SplitAccount:
     dropped: Mapping[str, Dropped] = field(default_factory=dict)
     kinds: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     notes: Mapping[str, int] = field(default_factory=dict)
+    lost_targets: Mapping[str, int] = field(default_factory=dict)
+    packing: PackingAccount | None = None
+
+    def without_targets(self, count: int, reason: str) -> SplitAccount:
+        """Return the same account, which tells that `count` tokens to be learnt are no targets, and why."""
+        return replace(self, lost_targets={**self.lost_targets, reason: count}) if count else self
 
     @property
     def supervised_share(self) -> float:
@@ -64,6 +115,11 @@ class SplitAccount:
             f"  tokens: {self.tokens_read} read, {self.tokens} kept, {self.supervised_tokens} supervised "
             f"({self.supervised_share:.1%}); longest row {self.longest}"
         )
+        lines += [
+            f"  not learnt: {_count(count, 'token')} to be learnt, but {reason}"
+            for reason, count in self.lost_targets.items()
+        ]
+        lines += self.packing.lines() if self.packing else []
         lines += [f"  learnt: {_count(rows, 'row')} of {kind}: {what}" for kind, (rows, what) in self.kinds.items()]
         lines += [f"  note: {note} ({_count(rows, 'row')})" for note, rows in self.notes.items()]
         if self.blank_lines:
@@ -90,6 +146,8 @@ class SplitAccount:
             "supervised_share": self.supervised_share,
             "kinds": {kind: {"rows": rows, "learnt": what} for kind, (rows, what) in self.kinds.items()},
             "notes": dict(self.notes),
+            "lost_targets": dict(self.lost_targets),
+            "packing": self.packing.as_dict() if self.packing else None,
         }
 
 

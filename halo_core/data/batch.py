@@ -20,7 +20,7 @@ class Batch:
     `input_ids` int64. `targets` int64 are already shifted: `targets[b, s]` is the token to be predicted from position
     `s`, or `IGNORED`. `weights` fp32 multiply a target's loss: 0 where the target is ignored. `position_ids` int64
     count from 0 within a document. `segment_ids` int64 name the document of a position, from 1; 0 is padding.
-    `row_ids` are the ids of the rows in the data set, in order.
+    `row_ids` are the ids of the rows in the data set, document by document in order.
     """
 
     input_ids: torch.Tensor
@@ -34,6 +34,16 @@ class Batch:
     def tokens(self) -> int:
         """The number of real tokens, padding left out."""
         return int((self.segment_ids > 0).sum())
+
+    @property
+    def padding_tokens(self) -> int:
+        """The number of positions that only fill."""
+        return self.segment_ids.numel() - self.tokens
+
+    @property
+    def documents(self) -> int:
+        """The number of documents: rows, or pieces of rows that packing has cut."""
+        return len(self.row_ids)
 
     @property
     def supervised_tokens(self) -> int:

@@ -1,6 +1,6 @@
 """Tokenised rows, and a compact sequence of many of them.
 
-Not for reading or rendering them (`read.py`, `template.py`).
+Not for reading or rendering them (`read.py`, `template.py`), nor for putting several together (`units.py`).
 """
 
 from __future__ import annotations
@@ -8,20 +8,29 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
+
+import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One tokenised row.
+    """One tokenised row, or a piece of one that was cut.
 
     `row_id` is its position in the data as read, from 0, dropped rows counted. `supervised[i]` says whether token `i`
-    of `input_ids` is to be learnt; the first token never has a position to be predicted from.
+    of `input_ids` is to be learnt; the first token never has a position to be predicted from. `start` is the place of
+    the first token in the whole row: above 0 in the later pieces of a row that packing has cut.
     """
 
     row_id: int
     input_ids: Sequence[int]
     supervised: Sequence[bool]
+    start: int = 0
+
+    @property
+    def documents(self) -> tuple[Row, ...]:
+        """The documents of this unit: the row itself. A pack answers with all of its rows."""
+        return (self,)
 
     @property
     def num_targets(self) -> int:
@@ -33,10 +42,21 @@ class Rows(Sequence[Row]):
     """A read-only sequence of rows in three flat buffers: about five bytes a token instead of some sixteen."""
 
     def __init__(self) -> None:
-        self._row_ids = array("q")
-        self._ends = array("q", [0])
-        self._input_ids = array("i")
-        self._supervised = bytearray()
+        self._row_ids: Any = array("q")
+        self._ends: Any = array("q", [0])
+        self._input_ids: Any = array("i")
+        self._supervised: Any = bytearray()
+
+    @classmethod
+    def over(cls, *, row_ids: np.ndarray, ends: np.ndarray, input_ids: np.ndarray, supervised: np.ndarray) -> Rows:
+        """Return rows that lie in arrays already, such as files mapped into memory; nothing is copied.
+
+        row_ids [rows] int64. ends [rows + 1] int64: row n holds the tokens from ends[n] to ends[n + 1]; ends[0] is 0.
+        input_ids [tokens] int32. supervised [tokens] uint8, 0 or 1. No row can be added to them.
+        """
+        rows = cls()
+        rows._row_ids, rows._ends, rows._input_ids, rows._supervised = row_ids, ends, input_ids, supervised
+        return rows
 
     def add(self, row: Row) -> None:
         """Append a row; only for the one who prepares the sequence."""
@@ -58,16 +78,46 @@ class Rows(Sequence[Row]):
         if isinstance(index, slice):
             return [self[position] for position in range(*index.indices(len(self)))]
         position = range(len(self))[index]
-        start, end = self._ends[position], self._ends[position + 1]
-        return Row(
-            row_id=self._row_ids[position],
-            input_ids=self._input_ids[start:end].tolist(),
-            supervised=[flag == 1 for flag in self._supervised[start:end]],
-        )
+        return self.piece(position, 0, self.length(position))
 
     def __iter__(self) -> Iterator[Row]:
         return (self[position] for position in range(len(self)))
 
     def length(self, index: int) -> int:
         """Return the number of tokens of one row, without making the row."""
-        return self._ends[index + 1] - self._ends[index]
+        return int(self._ends[index + 1] - self._ends[index])
+
+    def piece(self, index: int, start: int, end: int) -> Row:
+        """Return the tokens `start` to `end` of row `index` (from 0) as a row of their own."""
+        first = int(self._ends[index])
+        return Row(
+            row_id=int(self._row_ids[index]),
+            input_ids=self._input_ids[first + start : first + end].tolist(),
+            supervised=[flag == 1 for flag in bytes(self._supervised[first + start : first + end])],
+            start=start,
+        )
+
+    @property
+    def ends(self) -> np.ndarray:
+        """The borders of the rows in the tokens of them all, [rows + 1] int64: the first is 0."""
+        return np.asarray(self._ends, dtype=np.int64)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The number of tokens of each row, [rows] int64."""
+        return np.diff(self.ends)
+
+    @property
+    def row_ids(self) -> np.ndarray:
+        """The number of each row in the data as read, [rows] int64."""
+        return np.asarray(self._row_ids, dtype=np.int64)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The tokens of all rows, one row after the other, [tokens] int32."""
+        return np.asarray(self._input_ids, dtype=np.int32)
+
+    @property
+    def flags(self) -> np.ndarray:
+        """For each token of all rows whether it is to be learnt, [tokens] uint8, 0 or 1."""
+        return np.frombuffer(self._supervised, dtype=np.uint8) if len(self._supervised) else np.zeros(0, np.uint8)

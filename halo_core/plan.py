@@ -21,11 +21,11 @@ from halo_core.arithmetic import (
     version_problems,
 )
 from halo_core.arithmetic import degrees as mesh_degrees
-from halo_core.config import RUN_MECHANISMS, ConfigRead, RunConfig, active_features
+from halo_core.config import RUN_MECHANISMS, ConfigRead, RunConfig, active_features, precision
 from halo_core.errors import Problem, Refused, shown
 from halo_core.model_config import asked_family, choose, left_packed, stored_as
 from halo_core.plugins import PluginFault
-from halo_core.registry import Architecture, Family, Registry
+from halo_core.registry import Architecture, Family, Registry, source_dtype
 from halo_core.support import Cell, Part
 
 DEQUANTISE = "dequantize_source"
@@ -117,6 +117,7 @@ def build(
     Raises:
         Refused: once, with every problem of parsing, keys, types, plugins, model, features and arithmetic.
     """
+    read = replace(read, config=precision.decided(read.config))
     config = read.config
     problems = [*_plugin_problems(registry), *also]
     if nproc < 1:
@@ -130,6 +131,10 @@ def build(
     owner, architecture, model = found
     problems += version_problems(config, owner)
     notes = list(read.notes)
+    stored = source_dtype(architecture.spec, model.config)
+    problems += precision.conflicts_with_source(config, stored)
+    weights = stored if config.dtype == "auto" else config.dtype
+    notes += precision.remarks_on_weights(config, read.given, weights)
     balancing = _balancing(config, architecture, notes)
     rows, attention = _rows(read, owner, architecture, nproc, balancing, problems, notes)
     rows = _with_source(rows, read, model.config, problems, notes)

@@ -150,6 +150,13 @@ def text_config(spec: ArchitectureSpec, config: Mapping[str, Any]) -> Mapping[st
     return inner if isinstance(inner, Mapping) else config
 
 
+def source_dtype(spec: ArchitectureSpec, config: Mapping[str, Any]) -> str:
+    """Return the dtype that config.json names for the weights, as it spells it; float32 where it names none."""
+    places = (config, text_config(spec, config))
+    found = [place[key] for place in places for key in ("dtype", "torch_dtype") if place.get(key)]
+    return str(found[0]) if found else "float32"
+
+
 def size(names: tuple[str, ...], config: Mapping[str, Any]) -> int | None:
     """Return the first of these config.json entries that is an integer, or None."""
     return next((config[name] for name in names if isinstance(config.get(name), int)), None)

@@ -23,7 +23,7 @@ from halo_core.kernels.experts import choice
 from halo_core.kernels.experts.weights import ExpertsKernel
 from halo_core.kernels.head import HeadKernel, chunked, reference
 from halo_core.plan import Checked
-from halo_core.registry import Architecture, size, text_config
+from halo_core.registry import Architecture, size, source_dtype, text_config
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
 VERSIONED = ("halo-moe", "torch", "transformers", "safetensors", "datasets", "huggingface_hub")
@@ -112,11 +112,7 @@ def dtype_of(asked: str, model_config: Mapping[str, Any], architecture: Architec
     Raises:
         Refused: when the source's own dtype is one that cannot be trained in.
     """
-    name = asked
-    if asked == "auto":
-        places = (model_config, text_config(architecture.spec, model_config))
-        found = [place[key] for place in places for key in ("dtype", "torch_dtype") if place.get(key)]
-        name = str(found[0]) if found else "float32"
+    name = source_dtype(architecture.spec, model_config) if asked == "auto" else asked
     if name not in DTYPES:
         raise Refused(
             Problem(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from halo_core.config import precision
 from halo_core.config.keys import KEYS, RunConfig
 from halo_core.errors import Problem, shown
 
@@ -40,6 +41,7 @@ def contradictions(config: RunConfig, given: frozenset[str]) -> Iterator[Problem
                 "over a step's micro-batches",
                 remedy=f"set {key}: {shown(wanted)}, or fsdp_reshard_after_forward: false",
             )
+    yield from precision.conflicts(config, given)
     if (config.packing or config.eval_packing) and config.max_length is None:
         yield Problem(
             key="max_length",

@@ -33,6 +33,7 @@ _DTYPE = Word(
     aliases={"fp32": "float32", "bf16": "bfloat16", "torch.float32": "float32", "torch.bfloat16": "bfloat16"},
     refused=dict.fromkeys(("float16", "fp16", "half", "torch.float16"), _NO_FLOAT16),
 )
+_SUMS = Word(choices=("float32", "bfloat16"), aliases=_DTYPE.aliases)
 _ATTENTION = Word(
     choices=("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"),
     pattern=r"kernels-community/[\w.-]*flash[\w.-]*(@[\w.-]+)?(:[\w.-]+)?",
@@ -172,8 +173,8 @@ class RunConfig:
 
     # Optimizer and schedule
     optim: str = _optim(
-        "adamw_torch_fused", Word(choices=("sgd", "adamw_torch", "adamw_torch_fused")),
-        "the optimizer; sgd has no momentum")
+        "adamw_torch_fused", Word(choices=("sgd", "adamw_torch", "adamw_torch_fused", "adamw_fp32")),
+        "the optimizer; sgd has no momentum, adamw_fp32 keeps fp32 masters and moments beside bf16 weights")
     learning_rate: float = _optim(2e-5, Real(low=0.0), "highest learning rate of the schedule")
     lr_scheduler_type: str = _optim("linear", _SCHEDULE, "the schedule of the learning rate, transformers' by name")
     lr_scheduler_kwargs: Mapping[str, Any] | None = _optim(
@@ -181,7 +182,7 @@ class RunConfig:
     warmup_steps: int | float = _optim(
         0, CountOrRatio(), "steps of rising rate, or their share of all steps",
         unit="steps or ratio", idle_while=_CONSTANT)
-    weight_decay: float = _optim(0.0, Real(low=0.0), "decay of weights; biases and norms are left out")
+    weight_decay: float = _optim(0.0, Real(low=0.0), "decay of weights; biases, norms and scalars are left out")
     adam_beta1: float = _optim(0.9, Real(low=0.0, below=1.0), "decay of Adam's first moment", idle_while=_SGD)
     adam_beta2: float = _optim(0.999, Real(low=0.0, below=1.0), "decay of Adam's second moment", idle_while=_SGD)
     adam_epsilon: float = _optim(1e-8, Real(above=0.0), "added to Adam's denominator", idle_while=_SGD)
@@ -189,11 +190,15 @@ class RunConfig:
 
     # Precision and kernels
     bf16: bool = _speed(
-        False, NullIs(kind=_BOOLEAN, value=False), "bf16 weights and moments with stochastic rounding", reader="optim",
+        False, NullIs(kind=_BOOLEAN, value=False), reader="optim",
+        meaning="bf16 weights, and AdamW with bf16 moments and stochastic rounding",
         asks=Asks(feature="bf16", inert=(False,)))
     fp32_grad_reduce: bool = _speed(
-        False, _BOOLEAN, "sum gradients over processes in fp32", reader="runtime",
+        False, _BOOLEAN, "sum gradients over processes in fp32; false: in the dtype of the weights", reader="sharding",
         asks=Asks(feature="fp32_grad_reduce", inert=(False,)))
+    grad_accumulation_dtype: str = _speed(
+        "float32", _SUMS, "in which gradients add up over micro-batches, where the weights are bf16", reader="trainer",
+        idle_while=("gradient_accumulation_steps", (1,)))
     lowp_precision: str | None = _speed(
         None, Optional(kind=Word(choices=("bf16", "fp8", "mxfp8", "fp4", "mxfp4", "nvfp4"))), reader="models",
         meaning="train for later use with weights of this format; null and bf16: none",
@@ -239,6 +244,9 @@ class RunConfig:
         idle_while=("save_strategy", ("no", "epoch", "best")))
     save_total_limit: int | None = _events(
         None, Optional(kind=_SIZE), "newest checkpoints to keep; null: all", unit="checkpoints",
+        idle_while=("save_strategy", ("no",)))
+    save_async: bool = _events(
+        False, _BOOLEAN, "write checkpoints while training goes on, from a copy in host memory",
         idle_while=("save_strategy", ("no",)))
     load_best_model_at_end: bool = _events(False, _BOOLEAN, "write the weights of the best evaluation at the end")
     metric_for_best_model: str | None = _events(None, Optional(kind=_TEXT), "what tells the best; null: loss")

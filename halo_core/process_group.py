@@ -96,6 +96,16 @@ def barrier() -> None:
     any_rank(False)
 
 
+def side_group(timeout: float) -> Any:
+    """Return a group of all ranks whose collectives on the host run beside those of the default group.
+
+    For a thread of its own: two threads that use one group would meet the wrong partners. None with one process. A
+    collective: every rank makes its side groups at the same points. timeout: seconds that one collective may take.
+    """
+    dist = _distributed()
+    return None if dist is None else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+
 def any_rank(flag: bool) -> bool:
     """Return whether `flag` is true on any rank; a collective on the host."""
     dist = _distributed()
@@ -141,10 +151,10 @@ def agree(name: str, value: object, remedy: str = "give every process the same")
         raise Refused(problems, everywhere=True)
 
 
-def collect_problems(problems: Iterable[Problem]) -> None:
+def collect_problems(problems: Iterable[Problem], group: Any = None) -> None:
     """Raise every rank's problems on every rank; return where no rank has any. A collective.
 
-    A problem that not every rank has is told with the ranks that have it.
+    A problem that not every rank has is told with the ranks that have it. group: a `side_group`, or all's own.
 
     Raises:
         Refused: with all problems, in the order of ranks.
@@ -155,7 +165,7 @@ def collect_problems(problems: Iterable[Problem]) -> None:
             raise Refused(own)
         return
     holders: dict[Problem, list[int]] = {}
-    for rank, theirs in enumerate(_gathered(own)):
+    for rank, theirs in enumerate(_gathered(own, group)):
         for problem in theirs:
             ranks = holders.setdefault(problem, [])
             if rank not in ranks:
@@ -208,11 +218,11 @@ def _distributed() -> Any:
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 
-def _gathered(value: Any) -> list[Any]:
+def _gathered(value: Any, group: Any = None) -> list[Any]:
     import torch.distributed as dist
 
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

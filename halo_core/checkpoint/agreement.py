@@ -26,19 +26,22 @@ class PeerFailed(RuntimeError):
     """Another process failed by a fault of ours; its own traceback is in its own output."""
 
 
-def gathered(value: T) -> list[T]:
-    """Return every process's value, by rank; a collective. Values travel pickled."""
+def gathered(value: T, group: Any = None) -> list[T]:
+    """Return every process's value, by rank; a collective. Values travel pickled.
+
+    group, here and below: a `process_group.side_group` where another thread than the main one asks.
+    """
     world = process_group.world()
     if world == 1:
         return [value]
     import torch.distributed as dist
 
     values: list[Any] = [None] * world
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def agreed(act: Callable[[], T]) -> list[T]:
+def agreed(act: Callable[[], T], group: Any = None) -> list[T]:
     """Run `act`, which must not communicate, and return what it gave on every process, by rank; a collective.
 
     Raises:
@@ -53,7 +56,7 @@ def agreed(act: Callable[[], T]) -> list[T]:
         result = act()
     except Exception as error:  # told to the others first, then raised again
         own = error
-    outcomes = gathered(_told(own, result))
+    outcomes = gathered(_told(own, result), group)
     if own is not None and not isinstance(own, (SaveFailed, Refused)):
         raise own
     failed = [(rank, kind, what) for rank, (kind, what) in enumerate(outcomes) if kind != "done"]
@@ -61,7 +64,7 @@ def agreed(act: Callable[[], T]) -> list[T]:
     if faults:
         raise PeerFailed(faults[0])
     if any(kind == "refused" for _, kind, _ in failed):
-        process_group.collect_problems(own.problems if isinstance(own, Refused) else ())
+        process_group.collect_problems(own.problems if isinstance(own, Refused) else (), group)
     for rank, _, (what, remedy) in failed:
         raise SaveFailed(what=f"on rank {rank}: {what}", remedy=remedy) from own
     return [what for _, what in outcomes]
@@ -69,10 +72,14 @@ def agreed(act: Callable[[], T]) -> list[T]:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """The processes that see one folder as this one does: all of them, or those of one machine. rank: this one's."""
+    """The processes that see one folder as this one does: all of them, or those of one machine. rank: this one's.
+
+    group: through which they agree.
+    """
 
     rank: int
     ranks: tuple[int, ...]
+    group: Any = None
 
     @property
     def leads(self) -> bool:
@@ -85,13 +92,13 @@ class Sharing:
         Raises:
             As `agreed`.
         """
-        results = list(enumerate(agreed(act)))
+        results = list(enumerate(agreed(act, self.group)))
         return [own for rank, own in results if rank in self.ranks], [
             other for rank, other in results if rank not in self.ranks
         ]
 
 
-def sharing(folder: Path) -> Sharing:
+def sharing(folder: Path, group: Any = None) -> Sharing:
     """Return who sees `folder`, which is made where it does not exist; a collective.
 
     Found out rather than declared: the lowest undecided rank makes a file, and who finds it shares its folder. A
@@ -107,26 +114,26 @@ def sharing(folder: Path) -> Sharing:
     own: tuple[int, ...] = ()
     while undecided:
         leader = undecided[0]
-        names = agreed(lambda leader=leader: _token(folder) if rank == leader else None)  # type: ignore[misc]
+        names = agreed(lambda leader=leader: _token(folder) if rank == leader else None, group)  # type: ignore[misc]
         path = folder / str(names[leader])
-        sees = gathered(rank in undecided and path.exists())
+        sees = gathered(rank in undecided and path.exists(), group)
         members = tuple(other for other in undecided if sees[other])
         if rank == leader:
             path.unlink(missing_ok=True)
         if rank in members:
             own = members
         undecided = [other for other in undecided if not sees[other]]
-    return Sharing(rank=rank, ranks=own)
+    return Sharing(rank=rank, ranks=own, group=group)
 
 
-def once_per_folder(folder: Path, act: Callable[[], T]) -> T:
+def once_per_folder(folder: Path, act: Callable[[], T], group: Any = None) -> T:
     """Run `act` on one process of those that share `folder`, and return what it gave on all of these; a collective.
 
     Raises:
         As `agreed`.
     """
-    shared = sharing(folder)
-    results = agreed(lambda: act() if shared.leads else None)
+    shared = sharing(folder, group)
+    results = agreed(lambda: act() if shared.leads else None, group)
     return results[shared.ranks[0]]  # type: ignore[return-value]
 
 

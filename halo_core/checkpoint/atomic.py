@@ -148,14 +148,21 @@ def require_space(folder: Path, needed: int) -> None:
         raise SaveFailed(**_no_space(folder, needed, free))
 
 
-def faults(folder: Path, *, contents: bool, share: tuple[int, int] = (0, 1)) -> list[str]:
+def faults(folder: Path, *, contents: bool) -> list[str]:
     """Return why `folder` is not a complete checkpoint; empty when it is.
 
-    contents: read every file and compare checksums, not sizes alone. share: (which, of how many) equal shares of the
-    files are read; their sizes are looked at all the same.
+    contents: read every file and compare checksums, not sizes alone.
+    """
+    return list(faults_by_file(folder, contents=contents).values())
+
+
+def faults_by_file(folder: Path, *, contents: bool, share: tuple[int, int] = (0, 1)) -> dict[str, str]:
+    """Return file -> what is wrong with it; under `MARKER` what is wrong with the folder as a whole.
+
+    share: (which, of how many) equal shares of the files are read; their sizes are looked at all the same.
     """
     if not folder.is_dir():
-        return ["it is not a folder" if folder.exists() else "it does not exist"]
+        return {MARKER: "it is not a folder" if folder.exists() else "it does not exist"}
     try:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         # Other machines' files count once a person has brought them here.
@@ -163,20 +170,20 @@ def faults(folder: Path, *, contents: bool, share: tuple[int, int] = (0, 1)) -> 
         files = {**marker["files"], **brought}
         by_size = sorted(files, key=lambda name: (files[name]["bytes"], name))
     except FileNotFoundError:
-        return [f"{MARKER} is missing: it was never finished, or it is not a checkpoint of this project"]
+        return {MARKER: f"{MARKER} is missing: it was never finished, or it is not a checkpoint of this project"}
     except (ValueError, KeyError, TypeError, AttributeError):
-        return [f"{MARKER} cannot be read"]
+        return {MARKER: f"{MARKER} cannot be read"}
     which, many = share
     read = set(by_size[which::many]) if contents else set()
-    found = []
+    found = {}
     for name, expected in files.items():
         path = folder / name
         if not path.is_file():
-            found.append(f"{name} is missing")
+            found[name] = f"{name} is missing"
         elif path.stat().st_size != expected["bytes"]:
-            found.append(f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}")
+            found[name] = f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}"
         elif name in read and _checksum(path) != expected["crc32"]:
-            found.append(f"{name} is damaged: its checksum is another one")
+            found[name] = f"{name} is damaged: its checksum is another one"
     return found
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HARMLESS = frozenset({
     "output_dir", "run_name", "resume_from_checkpoint", "report_to", "push_to_hub", "logging_steps",
-    "save_strategy", "save_steps", "save_total_limit", "save_timeout",
+    "save_strategy", "save_steps", "save_total_limit", "save_timeout", "save_async",
     "eval_strategy", "eval_steps", "per_device_eval_batch_size", "eval_dataset", "dataset_test_split", "eval_packing",
     "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
     "export_text_only", "save_sharded_ep", "enable_efficiency_metrics", "enable_moe_metrics",
@@ -36,6 +36,9 @@ DATA = frozenset({
 })
 """Keys that only decide the rows; the rows themselves are compared, so a moved file is not another run."""
 
+WARM = frozenset({"optim"})
+"""Keys that decide only the optimizer's state, which allow_warm_restart: true goes on without."""
+
 LENGTH = frozenset({"max_steps", "num_train_epochs"})
 """Keys that end a run sooner or later. The learning rate then follows the new length from the next step on."""
 
@@ -45,8 +48,10 @@ BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 LAYOUT = frozenset({
     "data_parallel_replicate_size", "expert_parallel_size", "expert_tensor_parallel_size", "context_parallel_size",
     "ep_dispatcher", "fsdp_reshard_after_forward", "fsdp_reshard_after_backward", "fsdp_defer_grad_sync",
+    "padding_free",
 })
-"""Keys that decide which process computes what and in which order sums are made, not what is summed."""
+"""Keys that decide which process computes what, side by side with what, and in which order sums are made, not what is
+summed."""
 
 DEGREES = "degrees"
 """The sizes of the mesh, in a plan."""
@@ -72,7 +77,7 @@ class Identity:
 
 
 class TokenRow(Protocol):
-    """What is read of a row."""
+    """What is read of a row, or of a piece of one that begins at its token `start`."""
 
     @property
     def row_id(self) -> int: ...
@@ -80,23 +85,38 @@ class TokenRow(Protocol):
     def input_ids(self) -> Sequence[int]: ...
     @property
     def supervised(self) -> Sequence[bool]: ...
+    @property
+    def start(self) -> int: ...
 
 
-def data_of(rows: Iterable[TokenRow]) -> dict[str, Any]:
-    """Return the count and digest of rows; equal exactly when every token, mask and row number is."""
+class TokenUnit(Protocol):
+    """What is read of a row or a pack: its rows, which for a row is itself alone."""
+
+    @property
+    def documents(self) -> Sequence[TokenRow]: ...
+
+
+def data_of(units: Iterable[TokenUnit]) -> dict[str, Any]:
+    """Return the count and digest of rows, alone or in packs; equal exactly when every token, mask, row number and
+    pack is."""
     digest = hashlib.blake2b(digest_size=16)
     count = 0
-    for row in rows:
-        count += 1
-        digest.update(array("q", [row.row_id, len(row.input_ids), *row.input_ids]).tobytes())
-        digest.update(bytes(row.supervised))
+    for unit in units:
+        if len(unit.documents) > 1:  # a pack of one row is that row; no row has a negative number
+            digest.update(array("q", [-len(unit.documents)]).tobytes())
+        for row in unit.documents:
+            count += 1
+            digest.update(array("q", [row.row_id, len(row.input_ids), *row.input_ids]).tobytes())
+            digest.update(bytes(row.supervised))
+            if row.start:
+                digest.update(array("q", [row.start]).tobytes())
     return {"count": count, "digest": digest.hexdigest()}
 
 
 def identity_of(
-    *, config: RunConfig, plan: RunPlan, rows: Iterable[TokenRow], environment: Mapping[str, Any]
+    *, config: RunConfig, plan: RunPlan, rows: Iterable[TokenUnit], environment: Mapping[str, Any]
 ) -> Identity:
-    """Return the identity of a run over `rows`."""
+    """Return the identity of a run over `rows`, or over packs of them."""
     return Identity(
         config=plain(vars(config)),
         plan={**{key: plain(getattr(plan, key)) for key in PLAN}, DEGREES: plain(vars(plan.degrees))},
@@ -129,6 +149,9 @@ def differences(saved: Identity, now: Identity) -> tuple[list[Problem], list[str
             notes.append(f"{key} was {shown(before)} and is {shown(after)}: the learning rate follows the new length "
                          "from the next step on")
             continue
+        if key in WARM and now.config.get("allow_warm_restart"):
+            notes.append(f"{key} was {shown(before)} and is {shown(after)}: the optimizer's state is begun anew")
+            continue
         problems.append(_changed(key, before, after))
     problems += _batch(saved, now, notes)
     notes += _layout(saved, now, [key for key in changed if key in LAYOUT])
@@ -147,8 +170,9 @@ def differences(saved: Identity, now: Identity) -> tuple[list[Problem], list[str
 
 
 def _changed(key: str, before: object, after: object) -> Problem:
+    also = ", or allow_warm_restart: true to go on with the weights alone" if key in WARM else ""
     return Problem(key=key, value=after, why=f"the checkpoint has {shown(before)}, so this would be another run",
-                   remedy=f"set {key}: {shown(before)}, or start a new run in another output_dir")
+                   remedy=f"set {key}: {shown(before)}, or start a new run in another output_dir{also}")
 
 
 def _other_plan(key: str, saved: Identity, now: Identity) -> Problem:

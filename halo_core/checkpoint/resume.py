@@ -7,20 +7,26 @@ of other sizes of the mesh, or of another number of processes, is read in the sa
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from halo_core import process_group
-from halo_core.checkpoint import randomness
-from halo_core.checkpoint.find import KEY, Checkpoint
+from halo_core.checkpoint import agreement, randomness
+from halo_core.checkpoint.find import KEY, OPTIMIZER, RANDOM, WARM, WEIGHTS, Checkpoint, file_of
 from halo_core.checkpoint.pieces import piece_of, whole
-from halo_core.checkpoint.save import OPTIMIZER, RANDOM, WEIGHTS, file_of, stored_weights
+from halo_core.checkpoint.save import RANDOM_KEY, stored_weights, updated
 from halo_core.checkpoint.stored import Stored, StoredTensors
 from halo_core.errors import Problem
+
+STEP = "step"
+"""What torch's optimizers call a parameter's count of steps; no box of a parameter even where that has no dim."""
+SHOWN = 10
+"""Names told in a note before the rest is counted."""
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
@@ -31,7 +37,7 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
             other machines; each is named, and nothing was copied.
     """
     targets = stored_weights(model)
-    with StoredTensors(checkpoint.parts(WEIGHTS)) as stored:
+    with _opened(checkpoint, WEIGHTS) as stored:
         problems = [_problem(checkpoint, f"the checkpoint has no {name}") for name in targets
                     if name not in stored.tensors and not checkpoint.elsewhere]
         problems += [_problem(checkpoint, f"the model has no {name}")
@@ -51,39 +57,57 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
             stored.fill(name, target)
 
 
-def load_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give `optimizer` the checkpoint's state. A collective.
+def load_optimizer(
+    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, *, warm: bool = False
+) -> tuple[str, ...]:
+    """Give `optimizer` the checkpoint's state and return what a person should know. A collective.
+
+    warm: state that is missing, foreign or of another optimizer is left out and named. A parameter whose state is not
+    there in full on every process gets none at all, so that its moments and its count of steps begin anew together.
 
     Raises:
-        Refused: on every process: the state belongs to another optimizer or to parameters that this one does not
-            update, or parts of it lie on other machines.
+        Refused: on every process, without `warm`: the state belongs to another optimizer, or to other parameters than
+            this one updates, or parts of it are missing or lie on other machines.
     """
-    kind = checkpoint.optimizer["class"]
-    if kind != type(optimizer).__name__:
-        problem = _problem(checkpoint, f"its optimizer is {kind} and this run's is {type(optimizer).__name__}")
-        process_group.collect_problems([problem])
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    order = {names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]}
-    state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in checkpoint.optimizer["scalars"].items()}
-    with StoredTensors(checkpoint.parts(OPTIMIZER)) as stored:
-        owners = {key: key.partition("/")[2] for key in stored.tensors}
-        foreign = sorted({*owners.values(), *state} - order.keys())
-        absent = [key for key, tensor in stored.tensors.items()
-                  if owners[key] in order and not tensor.holds(_wanted(tensor, order[owners[key]]))]
-        absent += sorted(set(checkpoint.optimizer.get("tensors", ())) - stored.tensors.keys())
-        process_group.collect_problems([
-            *(_problem(checkpoint, f"this run's optimizer does not update {name}") for name in foreign),
-            *_absent(checkpoint, absent),
-        ])
+    parameters = dict(model.named_parameters())
+    order = {name: parameters[name] for name in updated(model, optimizer)}
+    kind, here = checkpoint.optimizer["class"], type(optimizer).__name__
+    if kind != here:
+        if not warm:
+            process_group.collect_problems([_problem(checkpoint, f"its optimizer is {kind} and this run's is {here}",
+                                                     WARM)])
+        return (f"the state of {kind} is dropped, since this run's optimizer is {here}: the moments of all "
+                f"{len(order)} parameters begin at zero",)
+    with _opened(checkpoint, OPTIMIZER) as stored:
+        owners = {key: key.partition("/")[2] for key in {*stored.tensors, *checkpoint.optimizer["tensors"]}}
+        foreign = sorted({*owners.values(), *checkpoint.optimizer["scalars"]} - order.keys())
+        unknown = [name for name in order if name not in set(checkpoint.optimizer["parameters"])]
+        absent = sorted(key for key, owner in owners.items() if owner in order
+                        and not _is_here(stored.tensors.get(key), order[owner], key))
+        if not warm:
+            process_group.collect_problems([
+                *(_problem(checkpoint, f"this run's optimizer does not update {name}", WARM) for name in foreign),
+                *(_problem(checkpoint, f"its optimizer did not update {name}", WARM) for name in unknown),
+                *_absent(checkpoint, absent, WARM),
+            ])
+        everywhere = agreement.gathered({owners[key] for key in absent})
+        without = set().union(*everywhere)
+        state = {name: dict(values) for name, values in checkpoint.optimizer["scalars"].items()}
         for key, tensor in stored.tensors.items():
             what, _, name = key.partition("/")
-            target = _like(tensor, order[name])
-            stored.fill(key, target)
-            state.setdefault(name, {})[what] = target
-    optimizer.load_state_dict({
-        "state": {index: state[name] for index, name in enumerate(order) if name in state},
-        "param_groups": optimizer.state_dict()["param_groups"],
-    })
+            if name in order and name not in without:
+                target = _memory(what, tensor, order[name])
+                stored.fill(key, target)
+                state.setdefault(name, {})[what] = target
+    kept = {name: state[name] for name in order if name in state and name not in without}
+    _give(optimizer, order, kept)
+    begun = [name for name in order if name in without or name in set(unknown)]
+    notes = [f"{fault}: allow_warm_restart goes on without it" for fault in checkpoint.lacking]
+    if foreign:
+        notes.append(f"the optimizer's state of {_listed(foreign)} is dropped: this run does not update them")
+    if begun:
+        notes.append(f"the moments of {len(begun)} of {len(order)} parameters begin at zero: {_listed(begun)}")
+    return tuple(notes)
 
 
 def load_random(checkpoint: Checkpoint) -> None:
@@ -99,27 +123,73 @@ def load_random(checkpoint: Checkpoint) -> None:
         return
     with safe_open(path, framework="pt") as file:
         names = file.keys()
-        states = {key: file.get_tensor(key) for key in names}
+        states = {key.removeprefix(f"{RANDOM_KEY}/{rank}/"): file.get_tensor(key) for key in names}
     randomness.put_back(states, dict(checkpoint.random[rank]))
 
 
-def _like(stored: Stored, parameter: Tensor) -> Tensor:
+@contextmanager
+def _opened(checkpoint: Checkpoint, name: str) -> Iterator[StoredTensors]:
+    """Open the files here that hold parts of `name`; a collective.
+
+    Raises:
+        Refused: on every process: they are not of one save.
+    """
+    with process_group.together():
+        stored = StoredTensors(checkpoint.parts(name))
+    with stored:
+        yield stored
+
+
+def _give(
+    optimizer: torch.optim.Optimizer, order: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Give every parameter of `order` its state.
+
+    Only counts of steps pass through `load_state_dict`, which knows where an optimizer wants them. It would cast any
+    other tensor to the parameter's dtype, and fp32 masters and moments beside bf16 weights would not come back.
+    """
+    def by_optimizer(what: str, value: Any) -> bool:
+        return what == STEP or not isinstance(value, Tensor)
+
+    optimizer.load_state_dict({
+        "state": {index: {what: value for what, value in state[name].items() if by_optimizer(what, value)}
+                  for index, name in enumerate(order) if name in state},
+        "param_groups": optimizer.state_dict()["param_groups"],
+    })
+    for name, values in state.items():
+        optimizer.state[order[name]].update(
+            {what: value for what, value in values.items() if not by_optimizer(what, value)})
+
+
+def _memory(what: str, stored: Stored, parameter: Tensor) -> Tensor:
     """Return memory for this process's part of a stored tensor, laid out as its parameter where it has its shape."""
-    if isinstance(parameter, DTensor) and stored.shape == tuple(parameter.shape):
-        return torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
-    return torch.empty(stored.shape, dtype=stored.dtype)
+    if what == STEP:
+        return torch.empty(stored.shape, dtype=stored.dtype)
+    if stored.shape != tuple(parameter.shape):
+        return torch.empty(stored.shape, dtype=stored.dtype, device=parameter.device)
+    return torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False,
+                            memory_format=torch.contiguous_format)
 
 
-def _wanted(stored: Stored, parameter: Tensor) -> Any:
-    return piece_of(parameter) if stored.shape == tuple(parameter.shape) else whole(stored.shape)
+def _is_here(stored: Stored | None, parameter: Tensor, key: str) -> bool:
+    """Return whether this process's part of an optimizer's tensor is in the files here."""
+    if stored is None:
+        return False
+    is_cut = stored.shape == tuple(parameter.shape) and not key.startswith(f"{STEP}/")
+    return stored.holds(piece_of(parameter) if is_cut else whole(stored.shape))
 
 
-def _absent(checkpoint: Checkpoint, names: list[str]) -> list[Problem]:
-    """Return the problem that this process's parts of `names` are in no file here."""
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:SHOWN])
+    return shown if len(names) <= SHOWN else f"{shown} and {len(names) - SHOWN} others"
+
+
+def _absent(checkpoint: Checkpoint, names: list[str], also: str = "") -> list[Problem]:
+    """Return the problem that this process's parts of `names` are in no file here. also: another way out."""
     if not names:
         return []
     if not checkpoint.elsewhere:
-        return [_problem(checkpoint, f"parts of {name} are in none of its files") for name in names]
+        return [_problem(checkpoint, f"parts of {name} are in none of its files", also) for name in names]
     return [Problem(
         key=KEY, value=checkpoint.path,
         why=f"this machine's folder lacks parts of {names[0]} and {len(names) - 1} other tensors that this process "
@@ -128,6 +198,6 @@ def _absent(checkpoint: Checkpoint, names: list[str]) -> list[Problem]:
                "its rank, or copy all machines' files into one folder that every machine sees")]
 
 
-def _problem(checkpoint: Checkpoint, why: str) -> Problem:
-    return Problem(key=KEY, value=checkpoint.path, why=why,
-                   remedy="resume with the model and optimizer of the first part, or start a new run")
+def _problem(checkpoint: Checkpoint, why: str, also: str = "") -> Problem:
+    remedy = "resume with the model and optimizer of the first part, or start a new run"
+    return Problem(key=KEY, value=checkpoint.path, why=why, remedy=f"{remedy}, or {also}" if also else remedy)

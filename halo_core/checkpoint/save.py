@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from halo_core import process_group
 from halo_core.checkpoint import agreement, atomic, randomness, tensors
-from halo_core.checkpoint.find import FORMAT, STATE
+from halo_core.checkpoint.agreement import Sharing
+from halo_core.checkpoint.find import FORMAT, OPTIMIZER, RANDOM, STATE, WEIGHTS, file_of
 from halo_core.checkpoint.identity import Identity
 from halo_core.checkpoint.pieces import Piece, check_whole, local, piece_of, whole, writers
 
-WEIGHTS, OPTIMIZER, RANDOM = "weights.safetensors", "optimizer.safetensors", "random.safetensors"
+RANDOM_KEY = "random"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,27 @@ class Part:
     def num_bytes(self) -> int:
         """Return the bytes of the tensors, without a file's header."""
         return tensors.num_bytes(self.tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capture:
+    """All that this process writes of one step, with everything settled that the processes have to settle before.
+
+    sharing: the processes that write the folder together. random: this process's random generators. state: the text of
+    state.json. The tensors of the parts may be the run's own, which the next step changes.
+    """
+
+    folder: Path
+    sharing: Sharing
+    weights: Part
+    moments: Part
+    random: dict[str, Tensor]
+    state: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of this process's tensors."""
+        return self.weights.num_bytes + self.moments.num_bytes + tensors.num_bytes(self.random)
 
 
 def save(
@@ -58,7 +80,23 @@ def save(
         SaveFailed: on every process, when one had too little space or the file system refused; earlier checkpoints
             are untouched.
     """
-    folder = output_dir / f"checkpoint-{step}"
+    return write(capture(output_dir, step=step, model=model, optimizer=optimizer, progress=progress,
+                         identity=identity))
+
+
+def capture(
+    output_dir: Path,
+    *,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: Mapping[str, Any],
+    identity: Identity,
+) -> Capture:
+    """Return what this process is to write. A collective; arguments and what it raises as for `save`.
+
+    Nothing is copied: the tensors are those of the run until `write` has ended.
+    """
     sharing = agreement.sharing(output_dir)
     weights = own_part(stored_weights(model), sharing.ranks)
     every_moment, scalars = optimizer_state(model, optimizer)
@@ -69,18 +107,40 @@ def save(
         "step": step,
         "world": process_group.world(),
         "progress": dict(progress),
-        "optimizer": {"class": type(optimizer).__name__, "scalars": scalars, "tensors": list(every_moment)},
+        "optimizer": {"class": type(optimizer).__name__, "parameters": updated(model, optimizer), "scalars": scalars,
+                      "tensors": list(every_moment)},
         "random": agreement.gathered(random_rest),
         "identity": vars(identity),
     }
-    needed = weights.num_bytes + moments.num_bytes + tensors.num_bytes(random_tensors)
-    with atomic.publishing(folder, needed=needed, writers=sharing) as writer:
-        writer.file(own_file(WEIGHTS), tensors.chunks(weights.tensors, weights.places))
-        writer.file(own_file(OPTIMIZER), tensors.chunks(moments.tensors, moments.places))
-        writer.file(own_file(RANDOM), tensors.chunks(random_tensors))
-        if sharing.leads:
-            writer.file(STATE, [json.dumps(state, indent=1).encode()])
-    return folder
+    rank = process_group.rank()
+    return Capture(
+        folder=output_dir / f"checkpoint-{step}", sharing=sharing, weights=weights, moments=moments,
+        # With the rank in it: a reader that takes all files together would find one name in several of them.
+        random={f"{RANDOM_KEY}/{rank}/{name}": tensor for name, tensor in random_tensors.items()},
+        state=json.dumps(state, indent=1).encode(),
+    )  # fmt: skip
+
+
+def write(captured: Capture, group: Any = None) -> Path:
+    """Write a captured checkpoint and return its folder. A collective of `group`: see `process_group.side_group`.
+
+    Raises:
+        SaveFailed: as `save`.
+    """
+    among = replace(captured.sharing, group=group)
+    with atomic.publishing(captured.folder, needed=captured.num_bytes, writers=among) as writer:
+        writer.file(own_file(WEIGHTS), tensors.chunks(captured.weights.tensors, captured.weights.places))
+        writer.file(own_file(OPTIMIZER), tensors.chunks(captured.moments.tensors, captured.moments.places))
+        writer.file(own_file(RANDOM), tensors.chunks(captured.random))
+        if among.leads:
+            writer.file(STATE, [captured.state])
+    return captured.folder
+
+
+def updated(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of the parameters that `optimizer` updates, in its order."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def own_part(every: Mapping[str, Tensor], among: tuple[int, ...]) -> Part:
@@ -108,12 +168,6 @@ def own_part(every: Mapping[str, Tensor], among: tuple[int, ...]) -> Part:
 def own_file(name: str) -> str:
     """Return this process's file for `name`: the name itself where there is one process."""
     return file_of(name, process_group.rank(), process_group.world())
-
-
-def file_of(name: str, rank: int, world: int) -> str:
-    """Return the file of one of `world` processes."""
-    stem, _, suffix = name.partition(".")
-    return name if world == 1 else f"{stem}-rank-{rank}-of-{world}.{suffix}"
 
 
 def stored_weights(model: nn.Module) -> dict[str, Tensor]:

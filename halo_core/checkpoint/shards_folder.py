@@ -22,7 +22,7 @@ HEADS = "source-heads"
 """Sub-folder of the beginnings of the source's weight files: their keys, order, dtypes and shapes."""
 COMPANIONS = "companions"
 """Sub-folder of config.json, tokenizer and chat template."""
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Reads tensors that several files hold in parts, each process only what overlaps its own part.
 
-Not for deciding which parts there should be. A file without a note of parts holds whole tensors.
+Not for deciding which parts there should be. A file without a note of parts holds whole tensors; the note is that of
+torch.distributed.checkpoint's safetensors files, so what `HuggingFaceStorageWriter` wrote is read as well.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from halo_core.checkpoint.pieces import Piece, local, overlap, piece_of, whole
-from halo_core.checkpoint.tensors import PIECES, TORCH_DTYPES
+from halo_core.checkpoint.tensors import OFFSETS, PARTS, SHAPE, TORCH_DTYPES
+from halo_core.errors import Problem, Refused
 from halo_core.models.safetensors_files import metadata_of, read_file
 
 
@@ -47,8 +49,7 @@ class StoredTensors:
         self.tensors: dict[str, Stored] = {}
         self._open = ExitStack()
         self._handles: dict[Path, Any] = {}
-        for path in files:
-            self._read_header(path)
+        self._read_headers(files)
 
     def __enter__(self) -> StoredTensors:
         return self
@@ -85,21 +86,45 @@ class StoredTensors:
                 found = handle.get_slice(name)[common.within(piece)]
             own[common.within(wanted)].copy_(found)
 
-    def _read_header(self, path: Path) -> None:
-        file = read_file(path)
-        places = json.loads(metadata_of(file.head).get(PIECES, "{}"))
-        for tensor in file.tensors:
-            place = places.get(tensor.key)
-            piece = whole(tensor.shape) if place is None else Piece(offset=tuple(place["offset"]), shape=tensor.shape)
-            shape = tensor.shape if place is None else tuple(place["shape"])
-            stored = Stored(dtype=TORCH_DTYPES[tensor.dtype], shape=shape)
-            known = self.tensors.setdefault(tensor.key, stored)
-            if (known.dtype, known.shape) != (stored.dtype, stored.shape):
-                raise RuntimeError(f"{path} holds {tensor.key} as {stored.dtype} {list(stored.shape)}, another file as "
-                                   f"{known.dtype} {list(known.shape)}")
-            known.pieces.setdefault(piece, path)
+    def _read_headers(self, files: Iterable[Path]) -> None:
+        found: dict[str, list[tuple[Path, torch.dtype, Piece, tuple[int, ...] | None]]] = {}
+        for path in files:
+            file = read_file(path)
+            parts = json.loads(metadata_of(file.head).get(PARTS, "{}"))
+            for tensor in file.tensors:
+                part = parts.get(tensor.key)
+                offset = (0,) * len(tensor.shape) if part is None else tuple(part[OFFSETS])
+                shape = tensor.shape if part is None else part.get(SHAPE)
+                entry = (path, TORCH_DTYPES[tensor.dtype], Piece(offset=offset, shape=tensor.shape),
+                         None if shape is None else tuple(shape))
+                found.setdefault(tensor.key, []).append(entry)
+        problems = []
+        for name, entries in found.items():
+            wholes = {(dtype, shape or _reach(piece for _, _, piece, _ in entries))
+                      for _, dtype, piece, shape in entries}
+            if len(wholes) > 1:
+                problems.append(_disagreement(name, entries))
+                continue
+            (dtype, shape), = wholes
+            stored = self.tensors[name] = Stored(dtype=dtype, shape=shape)
+            for path, _, piece, _ in entries:
+                stored.pieces.setdefault(piece, path)
+        if problems:
+            raise Refused(problems)
 
     def _handle(self, path: Path) -> Any:
         if path not in self._handles:
             self._handles[path] = self._open.enter_context(safe_open(path, framework="pt"))
         return self._handles[path]
+
+
+def _reach(pieces: Iterable[Piece]) -> tuple[int, ...]:
+    """Return the smallest shape that holds every box: what files of torch's own checkpoints tell of the whole."""
+    ends = [[start + size for start, size in zip(piece.offset, piece.shape, strict=True)] for piece in pieces]
+    return tuple(max(sizes) for sizes in zip(*ends, strict=True))
+
+
+def _disagreement(name: str, entries: list[tuple[Path, torch.dtype, Piece, tuple[int, ...] | None]]) -> Problem:
+    said = "; ".join(f"{path.name}: {dtype} {list(shape or piece.shape)}" for path, dtype, piece, shape in entries[:4])
+    return Problem(where=str(entries[0][0].parent), why=f"its files disagree about {name} ({said})",
+                   remedy="give the files of one save")

@@ -13,10 +13,18 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from halo_core.checkpoint.pieces import Piece
+from halo_core.checkpoint.pieces import Piece, whole
 
-PIECES = "pieces"
-"""Metadata key of a file that holds parts of tensors: name -> the whole tensor's shape and where the part begins."""
+PARTS = "DCP_SHARDING_INFO"
+"""Metadata key of a file that holds parts of tensors: name -> where the part begins in the whole tensor (`OFFSETS`).
+
+Source: torch.distributed.checkpoint's own safetensors files (`_hf_utils.py`, torch 2.11 to 2.13), which its
+`HuggingFaceStorageReader` reads. Such a file names every tensor it holds, also those that are whole.
+"""
+OFFSETS = "saved_offsets"
+SHAPE = "shape"
+"""Beside `OFFSETS`, of ours: the whole's shape. Without it a missing last part would look like a smaller whole."""
+_VERSION = {"DCP_VERSION": "1.0"}
 
 _DTYPES = {
     torch.float64: "F64",
@@ -51,9 +59,8 @@ def chunks(
     """
     described = {"format": "pt", **(metadata or {})}
     if places:
-        described[PIECES] = json.dumps(
-            {name: {"shape": shape, "offset": piece.offset} for name, (shape, piece) in places.items()}
-        )
+        described |= {PARTS: json.dumps({name: _part(tensor, places.get(name)) for name, tensor in tensors.items()}),
+                      **_VERSION}
     header: dict[str, object] = {"__metadata__": described}
     position = 0
     for name, tensor in tensors.items():
@@ -67,3 +74,8 @@ def chunks(
     for tensor in tensors.values():
         if tensor.numel():
             yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _part(tensor: Tensor, place: tuple[tuple[int, ...], Piece] | None) -> dict[str, object]:
+    shape, piece = place or (tuple(tensor.shape), whole(tensor.shape))
+    return {OFFSETS: piece.offset, SHAPE: shape}

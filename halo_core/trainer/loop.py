@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,8 @@ from halo_core.checkpoint import agreement, atomic, randomness, resume, rotation
 from halo_core.checkpoint.find import Checkpoint
 from halo_core.checkpoint.find_together import find_together
 from halo_core.checkpoint.identity import Identity
-from halo_core.checkpoint.save import save
+from halo_core.checkpoint.save import capture
+from halo_core.checkpoint.saver import Saver
 from halo_core.data.order import StepOrder, evaluation_batches
 from halo_core.errors import Problem, Refused
 from halo_core.methods.method import Method
@@ -93,7 +94,8 @@ def fit(
     """
     run = _Run(model=model, model_hidden=model_hidden, head=head, method=method, evaluation=evaluation, pad_id=pad_id,
                optimizer=optimizer, config=config, folder=folder, identity=identity, device=device,
-               interrupts=interrupts, sharded=sharded, data_ranks=order.data_ranks, data_rank=data_rank)
+               interrupts=interrupts, sharded=sharded, data_ranks=order.data_ranks, data_rank=data_rank,
+               saver=Saver(beside=config.save_async, timeout=config.save_timeout))
     policy = build_policy(config, total=total_steps, steps_per_epoch=order.steps_per_epoch)
     start = 0 if checkpoint is None else checkpoint.step
     if start > total_steps:
@@ -107,7 +109,7 @@ def fit(
         run.metrics_file = metrics.MetricsFile(folder.metrics)
         run.listeners = (run.metrics_file, *reporters)
     beginning = RunStart(step=start, total_steps=total_steps, steps_per_epoch=order.steps_per_epoch)
-    with interrupts, run.reporting(beginning):
+    with interrupts, run.reporting(beginning), run.saver:
         for text in notes:
             run.note(text)
         if checkpoint is not None and policy.due(start).evaluate and run.evaluated_step != start:
@@ -122,7 +124,7 @@ def fit(
             with run.faults_at(step):
                 outcome = run_step(model=model, model_hidden=model_hidden, head=head, method=method, batches=batches,
                                    optimizer=optimizer, max_grad_norm=config.max_grad_norm, device=device,
-                                   sharded=sharded)
+                                   sharded=sharded, sums_in_fp32=config.grad_accumulation_dtype == "float32")
             report = StepReport(step=step, epoch=order.epoch_of(step), learning_rate=rate,
                                 seconds=time.perf_counter() - began, **vars(outcome))
             run.last = report
@@ -135,17 +137,20 @@ def fit(
             due = policy.due(step)
             if due.evaluate and not run.is_interrupted():
                 run.evaluate_now(step, report.epoch)
+            if run.saver.is_going and process_group.any_rank(run.saver.has_ended()):
+                run.take_save(step)
             # Read once: a signal that comes while saving is seen after the next step.
             signal_name = run.signal_name()
             is_best = run.is_best(step)
             if due.save or signal_name is not None or (is_best and str(config.save_strategy) == "best"):
                 if run.metrics_file is not None:
                     run.metrics_file.sync()
-                with run.faults_at(step):
-                    run.save_now(step, is_best)
+                run.save_now(step, report.epoch, is_best)
             if signal_name is not None:
+                run.take_save(step)
                 assert run.newest is not None
                 raise Interrupted(signal_name=signal_name, step=step, checkpoint=run.newest)
+        run.take_save(total_steps)
         if config.load_best_model_at_end and run.best is not None and run.best.step != total_steps:
             run.note(f"the best checkpoint is {run.best.checkpoint} (step {run.best.step}): its weights are taken")
             found = find_together(run.best.checkpoint, folder.path)
@@ -174,6 +179,7 @@ class _Run:
     sharded: Sharded | None
     data_ranks: int
     data_rank: int
+    saver: Saver
     metrics_file: metrics.MetricsFile | None = None
     listeners: tuple[Reporter, ...] = ()
     last: StepReport | None = None
@@ -181,6 +187,7 @@ class _Run:
     evaluated_step: int | None = None
     best: Best | None = None
     newest: Path | None = None
+    told_memory: bool = False
 
     def begin(self, checkpoint: Checkpoint | None) -> list[str]:
         """Take over a checkpoint, or seed a new run; return what a person should know."""
@@ -191,7 +198,7 @@ class _Run:
                 self.folder.metrics.unlink(missing_ok=True)
             return []
         resume.load_weights(checkpoint, self.model)
-        resume.load_optimizer(checkpoint, self.model, self.optimizer)
+        warm = resume.load_optimizer(checkpoint, self.model, self.optimizer, warm=self.config.allow_warm_restart)
         source = checkpoint.path.parent
         moved = agreement.once_per_folder(
             self.folder.path, lambda: atomic.set_aside(self.folder.path, after=checkpoint.step))
@@ -204,9 +211,9 @@ class _Run:
         if process_group.any_rank(self.best is None):  # machines may see different folders
             self.best = None
         self.newest = checkpoint.path
-        self.rotate()  # a run killed between a save and its rotation left one too many
+        self._rotate(checkpoint.path)  # a run killed between a save and its rotation left one too many
         resume.load_random(checkpoint)
-        notes = [*checkpoint.skipped, f"going on from {checkpoint.path} after step {checkpoint.step}"]
+        notes = [*checkpoint.skipped, *warm, f"going on from {checkpoint.path} after step {checkpoint.step}"]
         notes += [f"a later checkpoint was set aside as {path.name}" for path in moved]
         if record is not None and self.best is None:
             notes.append(f"the best checkpoint so far, of step {record['step']}, is gone: the search begins anew")
@@ -229,6 +236,8 @@ class _Run:
         try:
             yield
         except (StepFault, atomic.SaveFailed) as fault:
+            with suppress(atomic.SaveFailed):  # of a save that goes on beside training: the first fault is told
+                self.newest = self.saver.taken() or self.newest
             raise TrainingStopped(step=step, what=fault.what, remedy=fault.remedy, checkpoint=self.newest) from fault
 
     def note(self, text: str) -> None:
@@ -275,21 +284,42 @@ class _Run:
         """Remember the checkpoint of the last evaluation as the best."""
         self.best = Best(step=step, value=self._value(), checkpoint=path)
 
-    def save_now(self, step: int, is_best: bool) -> None:
-        """Save, and delete checkpoints that are no longer kept."""
-        if is_best:
-            self.take_best(step, self.folder.path / f"checkpoint-{step}")
-        progress = {"best": best_so_far.recorded(self.best), "evaluated_step": self.evaluated_step}
-        self.newest = save(self.folder.path, step=step, model=self.model, optimizer=self.optimizer, progress=progress,
-                           identity=self.identity)
-        self.rotate()
+    def save_now(self, step: int, epoch: float, is_best: bool) -> None:
+        """Save, or begin to where `save_async` asks for it; checkpoints that are no longer kept are deleted after it.
 
-    def rotate(self) -> None:
-        """Delete checkpoints beyond `save_total_limit`; the newest and the best stay."""
-        kept = [] if self.newest is None else [self.newest]
-        kept += [] if self.best is None else [self.best.checkpoint]
+        The save before is waited for.
+        """
+        self.take_save(step)
+        path = self.folder.path / f"checkpoint-{step}"
+        if is_best:
+            self.take_best(step, path)
+        progress = {"best": best_so_far.recorded(self.best), "evaluated_step": self.evaluated_step, "epoch": epoch}
+        with self.faults_at(step):
+            captured = capture(self.folder.path, step=step, model=self.model, optimizer=self.optimizer,
+                               progress=progress, identity=self.identity)
+            if self.saver.beside and not self.told_memory:
+                self.told_memory = True
+                self.note(f"save_async keeps {captured.num_bytes / 2**30:.3f} GiB in host memory for each process's "
+                          "part of a checkpoint")
+            self.saver.begin(captured, self._rotate)
+        if not self.saver.beside:
+            self.take_save(step)
+
+    def take_save(self, step: int) -> None:
+        """Wait for a save that was begun; its checkpoint is then the newest.
+
+        Raises:
+            TrainingStopped: on every process: it failed.
+        """
+        with self.faults_at(step):
+            self.newest = self.saver.taken() or self.newest
+
+    def _rotate(self, newest: Path, group: Any = None) -> None:
+        """Delete checkpoints beyond `save_total_limit`; the newest and the best stay. A collective of `group`."""
+        kept = [newest, *([] if self.best is None else [self.best.checkpoint])]
         limit = self.config.save_total_limit
-        agreement.once_per_folder(self.folder.path, lambda: rotation.rotate(self.folder.path, limit=limit, keep=kept))
+        agreement.once_per_folder(self.folder.path,
+                                  lambda: rotation.rotate(self.folder.path, limit=limit, keep=kept), group)
 
     def _value(self) -> float:
         assert self.last_evaluation is not None

@@ -49,7 +49,7 @@ def start(config: RunConfig) -> Start:
         Refused: on every process: the checkpoint asked for cannot be used, or output_dir holds another run.
     """
     folder = run_folder.expand(str(config.output_dir), process_group.from_rank_0(datetime.now()))
-    checkpoint = find_together(config.resume_from_checkpoint, folder)
+    checkpoint = find_together(config.resume_from_checkpoint, folder, warm=config.allow_warm_restart)
     process_group.collect_problems(run_folder.problems(folder, resumed_from=checkpoint.path if checkpoint else None))
     return Start(folder=folder, checkpoint=checkpoint)
 

@@ -96,7 +96,7 @@ def test_parts_hold_every_element_once_and_are_no_model(written: Path, expected:
     manifest = json.loads((folder / MANIFEST).read_text())
     assert (manifest["architecture"], manifest["plan"], manifest["step"], manifest["world"]) == (NAME, "0123", 7, 4)
     assert manifest["degrees"] == {"replicate": 1, "shard": 1, "cp": 1, "ep": 4, "etp": 1}
-    own = json.loads(metadata_of(read_file(files[2]).head)["pieces"])
+    own = json.loads(metadata_of(read_file(files[2]).head)["DCP_SHARDING_INFO"])
     experts = {tuple(place["offset"]) for name, place in own.items() if ".experts." in name}
     assert experts == {(4, 0, 0)}, "process 2 of 4 holds experts 4 and 5 of 8"
 
@@ -211,7 +211,7 @@ def test_other_folders_are_refused_for_what_they_are(
     assert "it exists and is not an empty folder" in refused(written, written)
     manifest = json.loads((copied / MANIFEST).read_text())
     (copied / MANIFEST).write_text(json.dumps({**manifest, "format": 9}))
-    assert "it has format 9, and this version reads format 1" in refused(copied, out)
+    assert "it has format 9, and this version reads format 2" in refused(copied, out)
     assert main.exit_code(["run", "merge-ep-shards", str(empty), str(out)]) == 2
     assert "halo: refused" in capsys.readouterr().err
 

@@ -145,7 +145,7 @@ def run_small(
             raise SystemExit("stopped by the test")
 
     try:
-        checkpoint = find.find(config.resume_from_checkpoint, folder)
+        checkpoint = find.find(config.resume_from_checkpoint, folder, warm=config.allow_warm_restart)
         if checkpoint is not None:
             find.check(checkpoint, identity)
         opened = run_folder.open_folder(folder, config=identity.config, plan={}, environment={})

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from halo_core.checkpoint import atomic, find, resume
+from halo_core.checkpoint.find import OPTIMIZER, WEIGHTS
 from halo_core.checkpoint.identity import BATCH, DATA, HARMLESS, LENGTH, Identity, data_of, differences
-from halo_core.checkpoint.save import OPTIMIZER, WEIGHTS, stored_weights
+from halo_core.checkpoint.save import stored_weights
 from halo_core.config.keys import KEYS
 from halo_core.errors import Refused
 from halo_core.trainer.interrupts import Interrupts
@@ -258,16 +259,17 @@ def test_same_rows_a_step_in_another_split_may_resume(small: Any, tmp_path: Path
     assert other.row_ids == whole.row_ids[3:]
 
 
-def test_checkpoint_of_another_format_is_refused(small: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 2, 99])
+def test_checkpoint_of_another_format_is_refused(small: Any, tmp_path: Path, number: int) -> None:
     small.run(tmp_path, stop_after=2, **EVERY_STEP)
     folder = tmp_path / "checkpoint-1"
     state = json.loads((folder / find.STATE).read_text())
-    text = json.dumps({**state, "format": 99})
+    text = json.dumps({**state, "format": number})
     (folder / find.STATE).write_text(text)
     marker = json.loads((folder / atomic.MARKER).read_text())
     marker["files"].pop(find.STATE)
     (folder / atomic.MARKER).write_text(json.dumps(marker))
-    with pytest.raises(Refused, match="has format 99, and this version reads format 1"):
+    with pytest.raises(Refused, match=f"has format {number}, and this version reads format 3"):
         find.find(str(folder), tmp_path)
 
 

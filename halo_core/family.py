@@ -173,14 +173,20 @@ class MoEBlockSpec:
 class SequenceMixerSpec:
     """A layer that mixes tokens along the sequence and is not attention.
 
-    mixer_class: class name. kind: the core's word for its mathematics ("short_conv", "delta_rule").
-    segments: how document borders reach it today, in words. border_state: what crosses a document or shard border.
+    mixer_class: class name. layer_type: transformers' word for such layers in `layer_types` of config.json.
+    kind: the core's word for its mathematics ("short_conv", "delta_rule").
+    functions: what its forward calls by name, function -> the core's kernel that takes its place where a row holds
+        several documents ("short_conv", called as `causal_conv1d_fn`; "delta_rule", as `torch_chunk_gated_delta_rule`).
+    segments: how document borders reach transformers' own functions, in words. border_state: what crosses a document
+        or shard border.
     kernels: module class name -> the core's kernel name, for norms, gated units and rotary embeddings nearby.
     """
 
     architecture: str
     mixer_class: str
+    layer_type: str
     kind: str
+    functions: Mapping[str, str]
     segments: str
     border_state: str
     kernels: Mapping[str, str] = field(default_factory=dict)

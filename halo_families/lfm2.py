@@ -98,7 +98,8 @@ def halo_sequence_mixers() -> Iterator[SequenceMixerSpec]:
     """Yield the short convolution of both architectures."""
     for architecture, mixer_class in SHORT_CONV.items():
         yield SequenceMixerSpec(
-            architecture=architecture, mixer_class=mixer_class, kind="short_conv",
+            architecture=architecture, mixer_class=mixer_class, layer_type="conv", kind="short_conv",
+            functions={"causal_conv1d_fn": "short_conv"},
             segments="keyword seq_idx [B, S] int32, honoured only by the causal_conv1d package's kernel",
             border_state="the last conv_L_cache - 1 gated inputs of every channel",
         )

@@ -92,7 +92,8 @@ def halo_sequence_mixers() -> Iterator[SequenceMixerSpec]:
     """Yield the gated delta net of both architectures."""
     for architecture, mixer_class in DELTA_NET.items():
         yield SequenceMixerSpec(
-            architecture=architecture, mixer_class=mixer_class, kind="delta_rule",
+            architecture=architecture, mixer_class=mixer_class, layer_type="linear_attention", kind="delta_rule",
+            functions={"causal_conv1d_fn": "short_conv", "torch_chunk_gated_delta_rule": "delta_rule"},
             segments="keywords seq_idx [B, S] int32 (convolution) and cu_seq_lens_q [documents + 1] int32 (delta "
                      "rule), honoured only by the causal_conv1d and flash-linear-attention packages",
             border_state="the last linear_conv_kernel_dim - 1 inputs of every channel, and a matrix "

@@ -18,7 +18,7 @@ from transformers.core_model_loading import build_glob_alternation
 from halo_core.errors import Refused
 from halo_core.kernels.experts.weights import ExpertsKernel
 from halo_core.model_config import QUANTISATION
-from halo_core.models import sockets
+from halo_core.models import mixers, sockets
 from halo_core.models.tokenizer import invalid_config
 from halo_core.registry import Architecture, text_config
 
@@ -47,6 +47,7 @@ def build_meta(
     _keep_fp32(model, dtype)
     if experts is not None:
         sockets.attach(model, architecture, experts)
+    mixers.attach(model, architecture)
     return model.train()
 
 

@@ -5,19 +5,27 @@ Not for losses. The model's own logits and loss are never computed: `Head` is a 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from halo_core.kernels import documents
+from halo_core.kernels.documents import Documents
 from halo_core.kernels.head import HeadKernel, chunked
+from halo_core.models import mixers
+from halo_core.models.masks import masks_apart, padding_mask
 from halo_core.registry import Architecture
 from halo_core.sharding.entrance import decoder_of
 
 
 class TokenBatch(Protocol):
-    """What a forward pass reads of a batch; all three are [B, S] int64, a segment id of 0 marks padding."""
+    """What a forward pass reads of a batch; all three are [B, S] int64, a segment id of 0 marks padding.
+
+    With `documents` (`kernels.documents.Documents` of the segment ids, on the batch's device) nothing waits for that
+    device to learn where documents lie.
+    """
 
     @property
     def input_ids(self) -> Tensor:
@@ -36,30 +44,36 @@ class TokenBatch(Protocol):
 
 
 def last_hidden(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """Return the decoder's last hidden states, after its final norm, [B, S, H]."""
+    """Return the decoder's last hidden states, after its final norm, [B, S, H].
+
+    A row may hold several documents: none sees another in any layer.
+
+    Raises:
+        NotImplementedError: it does, and some layer of this model would not keep them apart.
+    """
     output = decoder_of(model)(
-        input_ids=batch.input_ids,
-        attention_mask=padding_mask(batch.segment_ids),
-        position_ids=batch.position_ids,
-        use_cache=False,
+        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **_sight(model, batch)
     )
     hidden: Tensor = output.last_hidden_state
     return hidden
 
 
-def padding_mask(segment_ids: Tensor) -> Tensor | None:
-    """Return the mask of real tokens [B, S] int64, or None when every token is real.
+def documents_of(batch: TokenBatch) -> Documents:
+    """Return where the documents of a batch lie; one that does not say is asked, which waits for its device."""
+    found: Documents | None = getattr(batch, "documents", None)
+    return documents.find(batch.segment_ids) if found is None else found
 
-    None, and not ones: only without a mask does transformers take its fast paths. A row of nothing but padding
-    counts as real: attention over no token at all is not a number, and nobody reads that row.
-    """
-    real = segment_ids != 0
-    has_several, is_full = torch.stack([(segment_ids > 1).any(), real.all()]).tolist()  # one wait for the device
-    if has_several:
-        raise NotImplementedError("several documents in one row need masks of their own")
-    if is_full:
-        return None
-    return (real | ~real.any(dim=1, keepdim=True)).long()
+
+def _sight(model: PreTrainedModel, batch: TokenBatch) -> dict[str, Any]:
+    """Return the arguments that say what each position may see."""
+    found = documents_of(batch)
+    if not found.has_several:
+        return {"attention_mask": padding_mask(batch.segment_ids, found)}
+    bound = mixers.of(model)
+    elsewhere = frozenset[str]() if bound is None else bound.layer_types
+    dtype = model.get_input_embeddings().weight.dtype
+    masks = masks_apart(model.config, found, dtype, elsewhere)
+    return {"attention_mask": masks, **({mixers.DOCUMENTS: found} if elsewhere else {})}
 
 
 class Head:

@@ -19,7 +19,7 @@ from halo_core.kernels.experts.grouped import grouped
 from halo_core.kernels.experts.reference import reference
 from halo_core.kernels.experts.weights import ExpertWeights
 from halo_core.models import sockets
-from halo_core.models.hidden import Head, last_hidden, padding_mask
+from halo_core.models.hidden import Head, last_hidden
 
 ALL = ("gpt_oss", "qwen3_moe", "qwen3", "qwen3_5_moe", "qwen3_5", "gemma4_moe", "gemma4", "lfm2_moe", "lfm2")
 MOE = ("gpt_oss", "qwen3_moe", "qwen3_5_moe", "gemma4_moe", "lfm2_moe")
@@ -260,10 +260,3 @@ def test_a_row_of_padding_alone_gives_finite_states_and_gradients(architecture: 
     assert bool(hidden.isfinite().all())
     alone = last_hidden(model, Rows(**{name: value[:1] for name, value in vars(batch).items()}))
     assert torch.allclose(hidden[:1], alone, atol=1e-5)
-
-
-def test_nothing_padded_means_no_mask_and_packed_rows_are_not_built() -> None:
-    assert padding_mask(torch.ones(2, 3, dtype=torch.long)) is None
-    assert padding_mask(torch.tensor([[1, 1, 0], [0, 0, 0]])).tolist() == [[1, 1, 0], [1, 1, 1]]
-    with pytest.raises(NotImplementedError):
-        padding_mask(torch.tensor([[1, 1, 2]]))

@@ -11,6 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+KEYWORD = "halo_documents"
+"""The keyword by which a batch's documents travel through a model to whatever keeps them apart, as one argument of
+every layer: so they are right when layers are computed again in backward, whatever batches came in between."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Documents:

@@ -1,4 +1,4 @@
-"""torch's own optimizers over named groups.
+"""The optimizer a configuration names, over named groups: torch's own, or AdamW in bf16 or with fp32 masters.
 
 Not for the learning rate of a step: see `schedule.py`.
 """
@@ -11,7 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from halo_core.config.precision import rule_of
 from halo_core.errors import Problem, Refused
+from halo_core.optim.adamw_bf16 import AdamWBF16, AdamWFP32
 from halo_core.optim.roles import DECAYED, roles
 
 
@@ -20,6 +22,10 @@ class OptimizerSettings(Protocol):
 
     @property
     def optim(self) -> str: ...
+    @property
+    def bf16(self) -> bool: ...
+    @property
+    def seed(self) -> int: ...
     @property
     def learning_rate(self) -> float: ...
     @property
@@ -35,6 +41,7 @@ class OptimizerSettings(Protocol):
 def build_optimizer(model: nn.Module, config: OptimizerSettings) -> torch.optim.Optimizer:
     """Return the optimizer that `optim` names, over the parameters that require a gradient.
 
+    With `bf16: true` both names of torch's AdamW mean AdamW with bf16 moments and stochastic rounding.
     The groups are "decayed" and "plain" (see `roles.DECAYED`); each keeps its parameters' names.
 
     Raises:
@@ -44,6 +51,8 @@ def build_optimizer(model: nn.Module, config: OptimizerSettings) -> torch.optim.
     if build is None:
         raise Refused(Problem(key="optim", value=config.optim, why="this optimizer is not known",
                               remedy=f"use one of {', '.join(OPTIMIZERS)}"))
+    if rule_of(config.optim, config.bf16) == "stochastic":
+        build = _adamw_bf16
     groups = parameter_groups(model, config.weight_decay)
     if not groups:
         raise Refused(Problem(why="no parameter of the model requires a gradient",
@@ -70,8 +79,19 @@ def _adamw(groups: list[dict[str, Any]], config: OptimizerSettings, *, fused: bo
                              eps=config.adam_epsilon, fused=True if fused else None)
 
 
+def _adamw_bf16(groups: list[dict[str, Any]], config: OptimizerSettings) -> torch.optim.Optimizer:
+    return AdamWBF16(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
+                     eps=config.adam_epsilon, seed=config.seed)
+
+
+def _adamw_fp32(groups: list[dict[str, Any]], config: OptimizerSettings) -> torch.optim.Optimizer:
+    return AdamWFP32(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
+                     eps=config.adam_epsilon, seed=config.seed)
+
+
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], OptimizerSettings], torch.optim.Optimizer]] = {
     "sgd": _sgd,
     "adamw_torch": lambda groups, config: _adamw(groups, config, fused=False),
     "adamw_torch_fused": lambda groups, config: _adamw(groups, config, fused=True),
+    "adamw_fp32": _adamw_fp32,
 }

@@ -12,10 +12,13 @@ from torch import nn
 
 Role: TypeAlias = Literal["matrix", "bias", "norm", "scalar", "convolution", "embedding"]
 
-DECAYED: frozenset[Role] = frozenset({"matrix", "scalar", "convolution", "embedding"})
-"""Roles under weight decay: everything but biases and norms.
+DECAYED: frozenset[Role] = frozenset({"matrix", "convolution", "embedding"})
+"""Roles under weight decay: what multiplies hidden states as a map, whose size decay is there to bound.
 
-Source: `Trainer.get_decay_parameter_names` of transformers, whose set this reproduces.
+Biases, norms and scalars are left out: their neutral value is often not zero (a scale is one, a decay rate is stored as
+its logarithm), so that a pull to zero changes the model and bounds nothing. transformers' Trainer leaves out biases and
+norms and decays scalars: attention sinks, logarithms of decay rates, scales of experts.
+Source: `Trainer.get_decay_parameter_names` of transformers; `_no_weight_decay` of the Mamba reference code.
 """
 
 _NORM_NAME = re.compile(r"layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")

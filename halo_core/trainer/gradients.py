@@ -1,6 +1,6 @@
-"""Gradients between backward and optimizer: fp32 accumulation, one global norm, clipping, and what is not finite.
+"""Gradients between backward and optimizer: fp32 accumulation, one global norm, how far to clip, what is not finite.
 
-Not for loss arithmetic: see `step.py`.
+Not for loss arithmetic (`step.py`), nor for handing them over (`halo_core.optim.update`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-
-from halo_core.sharding.norm import local
 
 CLIP_EPSILON = 1e-6
 """Source: `torch.nn.utils.clip_grad_norm_`."""
@@ -76,20 +74,9 @@ def global_norm(gradients: Mapping[str, Tensor]) -> Tensor:
     return total
 
 
-def clip(gradients: Mapping[str, Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients in place by `max_norm / (norm + 1e-6)`, or not at all when that is above 1.
-
-    norm: of all gradients everywhere; of one that is cut over processes this process's piece is scaled.
-    """
-    coefficient = torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0)
-    for gradient in gradients.values():
-        local(gradient).mul_(coefficient)
-
-
-def write_back(parameters: Mapping[str, Parameter], sums: Mapping[str, Tensor]) -> None:
-    """Give each fp32 sum to its parameter, rounded once to the parameter's dtype."""
-    for name, total in sums.items():
-        parameters[name].grad = total.to(parameters[name].dtype)
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Return `max_norm / (norm + 1e-6)`, at most 1, on the device of `norm`, that of all gradients everywhere."""
+    return torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0)
 
 
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from halo_core.methods.method import Method, TokenBatch
+from halo_core.optim.update import update
 from halo_core.trainer import gradients
 from halo_core.trainer.stopped import StepFault
 
@@ -32,13 +33,15 @@ TokenHead: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 class StepOutcome:
     """What one step did: `loss` is the mean over the global batch, `grad_norm` the norm before clipping.
 
-    tokens and supervised_tokens count the global batch; row_ids are this process's share of it.
+    tokens, supervised_tokens, documents and padding_tokens count the global batch; row_ids are this process's share.
     """
 
     loss: float
     grad_norm: float
     tokens: int
     supervised_tokens: int
+    documents: int
+    padding_tokens: int
     row_ids: tuple[int, ...]
 
 
@@ -53,11 +56,13 @@ def run_step(
     max_grad_norm: float | None,
     device: torch.device,
     sharded: Sharded | None = None,
+    sums_in_fp32: bool = True,
 ) -> StepOutcome:
     """Train on `batches` as one global batch and return what happened.
 
     `max_grad_norm` of 0 or None clips nothing; the norm is reported all the same.
     sharded: the model cut over processes, which all call this together, with the same number of batches.
+    sums_in_fp32: whether narrower gradients of several batches add up in fp32, or in their own dtype.
 
     Raises:
         StepFault: no target is supervised, or loss or gradients are not finite; the optimizer was not stepped.
@@ -66,7 +71,7 @@ def run_step(
     denominators = counted.denominators
     parameters = dict(model.named_parameters())
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    with gradients.fp32_accumulation(parameters, len(batches)) as sums:
+    with gradients.fp32_accumulation(parameters, len(batches) if sums_in_fp32 else 1) as sums:
         for number, batch in enumerate(batches, start=1):
             if sharded is not None:
                 sharded.micro_batch(is_last=number == len(batches))
@@ -85,27 +90,30 @@ def run_step(
         fault = _not_finite(parameters, found, loss_value, sharded)
         optimizer.zero_grad(set_to_none=True)
         raise fault
-    if max_grad_norm:
-        gradients.clip(found, norm, max_grad_norm)
-    gradients.write_back(parameters, sums)
-    optimizer.step()
+    scale = gradients.clip_coefficient(norm, max_grad_norm) if max_grad_norm else None
+    update(optimizer, parameters, found, scale)
     optimizer.zero_grad(set_to_none=True)
     return StepOutcome(
         loss=loss_value,
         grad_norm=norm_value,
         tokens=counted.tokens,
         supervised_tokens=counted.supervised_tokens,
+        documents=counted.documents,
+        padding_tokens=counted.padding_tokens,
         row_ids=tuple(row for batch in batches for row in batch.row_ids),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Counted:
-    """The global batch in numbers: each term's denominator, real tokens, targets to be learnt."""
+    """The global batch in numbers: each term's denominator, real tokens, targets to be learnt, rows or pieces of rows,
+    positions that only fill."""
 
     denominators: dict[str, float]
     tokens: int
     supervised_tokens: int
+    documents: int
+    padding_tokens: int
 
 
 def _counted(
@@ -122,11 +130,11 @@ def _counted(
     rows = [row for batch in batches for row in batch.row_ids]
     counts = [
         float(sum(batch.tokens for batch in batches)), float(sum(batch.supervised_tokens for batch in batches)),
-        float(len(rows)), *totals.values(),
+        float(len(rows)), float(sum(batch.padding_tokens for batch in batches)), *totals.values(),
     ]  # fmt: skip
     if sharded is not None:
         counts = sharded.totals(counts, device)
-    tokens, supervised_tokens, num_rows, *denominators = counts
+    tokens, supervised_tokens, num_rows, padding_tokens, *denominators = counts
     if not any(denominators):
         longest = max(batch.targets.shape[1] for batch in batches)
         about = f" (the first is row {rows[0]}, the longest has {longest} tokens)" if rows else ""
@@ -136,7 +144,7 @@ def _counted(
         )
     return _Counted(
         denominators=dict(zip(totals, denominators, strict=True)), tokens=int(tokens),
-        supervised_tokens=int(supervised_tokens),
+        supervised_tokens=int(supervised_tokens), documents=int(num_rows), padding_tokens=int(padding_tokens),
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from halo_core.arithmetic import Degrees
 from halo_core.data.collate import collate
 from halo_core.data.rows import Row
 from halo_core.methods.sft import Sft
+from halo_core.optim.update import scale_in_place
 from halo_core.sharding import norm
 from halo_core.sharding.sharded import Sharded
 from halo_core.topology import AXES, Meshes, Topology, build_meshes
@@ -82,7 +83,7 @@ def test_clipping_scales_pieces_as_torch_scales_whole_tensors() -> None:
         cut, meshes = cut_in_every_way()
         sharded = Sharded(model=None, meshes=meshes, reshard_after_backward=True, defer_grad_sync=False)
         _, total = sharded.loss_and_norm(torch.tensor(0.0), cut.values())
-        gradients.clip(cut, total, 0.5)
+        scale_in_place(cut.values(), gradients.clip_coefficient(total, 0.5))
         return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in cut.items()}
 
     wanted = [nn.Parameter(tensor) for tensor in tensors().values()]

@@ -131,7 +131,7 @@ def test_a_written_configuration_reads_back_to_itself(values: dict[str, Any]) ->
 
 CONTRADICTIONS = {
     problem.why
-    for balancing in ("none", "auto", "bias_update")
+    for balancing, optim, bf16 in (("none", "sgd", True), ("auto", "adamw_fp32", False), ("bias_update", "sgd", True))
     for problem in read(
         None,
         given={
@@ -144,6 +144,9 @@ CONTRADICTIONS = {
             "fsdp_reshard_after_forward": True,
             "fsdp_reshard_after_backward": False,
             "fsdp_defer_grad_sync": True,
+            "bf16": bf16,
+            "dtype": "float32",
+            "optim": optim,
         },
     ).problems
 }

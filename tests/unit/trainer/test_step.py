@@ -14,6 +14,7 @@ from halo_core.data.batch import IGNORED
 from halo_core.data.collate import collate
 from halo_core.data.rows import Row
 from halo_core.methods.sft import Sft
+from halo_core.optim.update import update
 from halo_core.trainer import gradients
 from halo_core.trainer.step import run_step
 from halo_core.trainer.stopped import StepFault
@@ -175,7 +176,7 @@ def test_narrow_gradients_accumulate_in_fp32() -> None:
             (weight * torch.tensor(factor, dtype=torch.bfloat16)).sum().backward()
             assert weight.grad is None
     assert float(sums["weight"]) == 319.0 and sums["weight"].dtype == torch.float32
-    gradients.write_back({"weight": weight}, sums)
+    update(torch.optim.SGD([weight], lr=0.0), {"weight": weight}, sums, None)
     assert weight.grad is not None and weight.grad.dtype == torch.bfloat16 and float(weight.grad) == 320.0
     weight.grad = None
     for factor in factors:

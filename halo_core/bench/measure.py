@@ -134,7 +134,7 @@ def _model(checked: Checked, resolved: ResolvedPlan, parallel: Parallel) -> tupl
     config, architecture = checked.config, checked.architecture
     model = build_meta(
         architecture, checked.model_config, dtype=resolved.dtype, attention=resolved.attention,
-        experts=parallel.experts(resolved),
+        experts=parallel.experts(resolved), fp32_router=config.fp32_router,
     )  # fmt: skip
     parameters = sizes_of(model, optim=config.optim).parameters
     checked.registry.plugins.call("halo_model_ready", family=architecture.family, plan=checked.plan, model=model)
@@ -161,7 +161,7 @@ def _stepper(
         outcome = run_step(
             model=model, model_hidden=forward, head=head, method=method, optimizer=optimizer,
             batches=[method.collate(part, 0) for part in parts(number)], max_grad_norm=config.max_grad_norm,
-            device=resolved.device, sharded=sharded,
+            device=resolved.device, sharded=sharded, sums_in_fp32=config.grad_accumulation_dtype == "float32",
         )  # fmt: skip
         if balancing is not None:
             balancing.step()

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
@@ -19,6 +18,7 @@ from halo_core.errors import Refused
 from halo_core.kernels.experts.weights import ExpertsKernel
 from halo_core.model_config import QUANTISATION
 from halo_core.models import mixers, sockets
+from halo_core.models.fp32_router import widen_routers, widened
 from halo_core.models.tokenizer import invalid_config
 from halo_core.registry import Architecture, text_config
 
@@ -30,6 +30,7 @@ def build_meta(
     dtype: torch.dtype,
     attention: str = "eager",
     experts: ExpertsKernel | None = None,
+    fp32_router: bool = False,
 ) -> PreTrainedModel:
     """Return the causal language model on the meta device, in training mode.
 
@@ -37,6 +38,7 @@ def build_meta(
     dtype: of the parameters. Tensors that the model's code makes in fp32 on purpose stay in fp32.
     attention: transformers' name of the attention implementation.
     experts: the experts kernel to attach; None leaves transformers' own (for counting only).
+    fp32_router: routers hold fp32 parameters and compute in fp32, whatever `dtype` is.
     """
     config = text_model_config(architecture, model_config)
     # Training never reads a cache; with one, transformers also stops telling packed documents apart.
@@ -45,6 +47,8 @@ def build_meta(
     with torch.device("meta"):
         model: PreTrainedModel = model_class._from_config(config, dtype=dtype, attn_implementation=attention)
     _keep_fp32(model, dtype)
+    if fp32_router:
+        widen_routers(model, architecture)
     if experts is not None:
         sockets.attach(model, architecture, experts)
     mixers.attach(model, architecture)
@@ -85,6 +89,5 @@ def _keep_fp32(model: PreTrainedModel, dtype: torch.dtype) -> None:
     for name, parameter in list(model.named_parameters()):
         if kept_names.search(name):
             owner, _, leaf = name.rpartition(".")
-            kept = torch.empty_like(parameter, dtype=torch.float32)
-            setattr(model.get_submodule(owner), leaf, nn.Parameter(kept))
+            setattr(model.get_submodule(owner), leaf, widened(parameter))
     model.tie_weights()

@@ -33,7 +33,7 @@ def shard(
     reshard_after_forward: bool = False,
     reshard_after_backward: bool = True,
     defer_grad_sync: bool = False,
-    reduce_dtype: torch.dtype | None = torch.float32,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Sharded:
     """Cut `model` in place and return what a training step asks of it.
 
@@ -42,7 +42,7 @@ def shard(
     backward (ZeRO-3), or kept until then. reshard_after_backward: whether they are let go between the micro-batches of
     a step. defer_grad_sync: sum gradients over processes once per step, in backward of its last micro-batch.
     reduce_dtype: in which gradients are summed over processes and, when deferred, over micro-batches; None for their
-    own.
+    own. The sum is then rounded once to the parameter's dtype: torch has no other for a gradient it hands out.
 
     The units that are gathered and summed as one are: decoder layers; experts that are spread over processes; modules
     of another dtype than their layer; an embedding that the head does not share; and everything else together.
@@ -141,7 +141,10 @@ def _of_another_dtype(layer: nn.Module, ignored: set[nn.Parameter]) -> Iterable[
     if len(elements) < 2:
         return
     usual = max(elements, key=lambda dtype: elements[dtype])
-    for path in dict.fromkeys(name.rpartition(".")[0] for name, p in held.items() if p.dtype != usual):
+    paths = dict.fromkeys(name.rpartition(".")[0] for name, p in held.items() if p.dtype != usual)
+    for path in paths:
+        if any(path.startswith(f"{above}.") for above in paths):
+            continue  # within a module that is a unit itself
         module = layer.get_submodule(path)
         if module is layer or len({p.dtype for p in module.parameters()}) > 1:
             raise NotImplementedError(f"{type(module).__name__} holds parameters of several dtypes")

@@ -75,6 +75,7 @@ class Parallel:
             reshard_after_forward=config.fsdp_reshard_after_forward,
             reshard_after_backward=config.fsdp_reshard_after_backward,
             defer_grad_sync=config.fsdp_defer_grad_sync,
+            reduce_dtype=torch.float32 if _sums_in_fp32(config) else None,
         )
 
     def total(self, counts: Tensor) -> Tensor:
@@ -87,6 +88,16 @@ class Parallel:
         """Give back what the exchange of tokens holds; a collective."""
         if self.dispatcher is not None:
             self.dispatcher.close()
+
+
+def _sums_in_fp32(config: RunConfig) -> bool:
+    """Return whether gradients are summed over processes in fp32.
+
+    Deferred sums over micro-batches are kept by torch in the dtype of the sum over processes, so that fp32 for the one
+    is fp32 for both.
+    """
+    defers = config.fsdp_defer_grad_sync and config.gradient_accumulation_steps > 1
+    return config.fp32_grad_reduce or (defers and config.grad_accumulation_dtype == "float32")
 
 
 def build_parallel(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from halo_core.kernels.documents import Documents
+
 IGNORED = -100
 """The target of a position from which nothing is learnt. Source: the default `ignore_index` of torch's losses."""
 
@@ -20,7 +22,8 @@ class Batch:
     `input_ids` int64. `targets` int64 are already shifted: `targets[b, s]` is the token to be predicted from position
     `s`, or `IGNORED`. `weights` fp32 multiply a target's loss: 0 where the target is ignored. `position_ids` int64
     count from 0 within a document. `segment_ids` int64 name the document of a position, from 1; 0 is padding.
-    `row_ids` are the ids of the rows in the data set, document by document in order.
+    `row_ids` are the ids of the rows in the data set, document by document in order. `documents` say where they begin
+    and end, found where the batch was made, so that no forward waits for the device to learn it.
     """
 
     input_ids: torch.Tensor
@@ -29,6 +32,7 @@ class Batch:
     position_ids: torch.Tensor
     segment_ids: torch.Tensor
     row_ids: tuple[int, ...]
+    documents: Documents
 
     @property
     def tokens(self) -> int:
@@ -41,7 +45,7 @@ class Batch:
         return self.segment_ids.numel() - self.tokens
 
     @property
-    def documents(self) -> int:
+    def num_documents(self) -> int:
         """The number of documents: rows, or pieces of rows that packing has cut."""
         return len(self.row_ids)
 
@@ -59,4 +63,5 @@ class Batch:
             position_ids=self.position_ids.to(device),
             segment_ids=self.segment_ids.to(device),
             row_ids=self.row_ids,
+            documents=self.documents.to(device),
         )

@@ -12,6 +12,7 @@ import torch
 
 from halo_core.data.batch import IGNORED, Batch
 from halo_core.data.units import Unit
+from halo_core.kernels import documents as borders
 
 
 def collate(units: Sequence[Unit], pad_id: int, flatten: bool = False) -> Batch:
@@ -59,4 +60,5 @@ def collate(units: Sequence[Unit], pad_id: int, flatten: bool = False) -> Batch:
         position_ids=position_ids,
         segment_ids=segment_ids,
         row_ids=tuple(document.row_id for documents in packs for document in documents),
+        documents=borders.find(segment_ids),
     )

@@ -28,11 +28,15 @@ class TokenBatch(Protocol):
 
     @property
     def row_ids(self) -> tuple[int, ...]:
-        """Return the number of each row in the data, in the order of the batch."""
+        """Return the number in the data of each row, or of the row a piece is cut from, in the order of the batch."""
 
     @property
     def tokens(self) -> int:
         """Return the count of real tokens."""
+
+    @property
+    def padding_tokens(self) -> int:
+        """Return the count of positions that only fill."""
 
     @property
     def supervised_tokens(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from halo_core.data.units import num_rows
 from halo_core.methods.method import Method
 from halo_core.sharding.sharded import Sharded
 from halo_core.trainer.report import EvaluationReport
@@ -39,9 +40,9 @@ def evaluate(
 ) -> EvaluationReport | None:
     """Return the loss over all rows, or None when `abandoned()` became true between two batches.
 
-    batches: this process's share of `rows` by index, the same number of batches on every process. sharded: the model
-    cut over processes, which all call this together. A batch without any supervised token counts as nothing. The model
-    is left in the mode it was in.
+    rows: rows or packs. batches: this process's share of them by index, the same number of batches on every process.
+    sharded: the model cut over processes, which all call this together. A batch without any supervised token counts as
+    nothing. The model is left in the mode it was in.
 
     Raises:
         StepFault: no row has a supervised token, or the loss is not finite.
@@ -77,13 +78,13 @@ def evaluate(
         denominators = Counter(dict(zip(names, totals[: len(names)], strict=True)))
         sums = Counter(dict(zip(names, totals[len(names) :], strict=True)))
     if not any(denominators.values()):
-        raise StepFault(what=f"none of the {len(rows)} evaluation rows has a supervised token",
+        raise StepFault(what=f"none of the {num_rows(rows)} evaluation rows has a supervised token",
                         remedy="raise max_length, or set eval_strategy: no")
     loss = sum(sums[name] / denominator for name, denominator in denominators.items() if denominator)
     if not math.isfinite(loss):
         raise StepFault(what=f"the evaluation loss is {loss}",
                         remedy="lower learning_rate and resume from the last checkpoint")
     return EvaluationReport(
-        step=step, epoch=epoch, eval_loss=loss, eval_rows=len(rows), eval_tokens=tokens,
+        step=step, epoch=epoch, eval_loss=loss, eval_rows=num_rows(rows), eval_tokens=tokens,
         eval_supervised_tokens=supervised, eval_seconds=time.perf_counter() - began,
     )

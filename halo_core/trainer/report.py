@@ -16,8 +16,9 @@ class StepReport:
 
     step: counted from 1. epoch: passes over the data after this step. loss: mean over every supervised token of the
     global batch. grad_norm: global norm before clipping. learning_rate: the rate this step used. tokens,
-    supervised_tokens: counts of the global batch. seconds: duration of the step. row_ids: the rows it trained on, in
-    order; not written to metrics.jsonl.
+    supervised_tokens: counts of the global batch. documents: rows in it, or pieces of rows that packing has cut.
+    padding_tokens: positions that were computed and only fill. seconds: duration of the step. row_ids: the rows it
+    trained on, in order; not written to metrics.jsonl.
     """
 
     step: int
@@ -28,6 +29,8 @@ class StepReport:
     tokens: int
     supervised_tokens: int
     seconds: float
+    documents: int = 0
+    padding_tokens: int = 0
     row_ids: tuple[int, ...] = ()
 
     def row(self) -> dict[str, float]:
@@ -37,7 +40,10 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationReport:
-    """One pass over the evaluation rows; `eval_loss` is the mean over all their supervised tokens."""
+    """One pass over the evaluation rows; `eval_loss` is the mean over all their supervised tokens.
+
+    eval_rows: rows of the data, also where they were packed.
+    """
 
     step: int
     epoch: float
@@ -112,6 +118,8 @@ def summarised(reports: Sequence[StepReport]) -> StepReport:
         loss=sum(report.loss for report in reports) / len(reports),
         tokens=sum(report.tokens for report in reports),
         supervised_tokens=sum(report.supervised_tokens for report in reports),
+        documents=sum(report.documents for report in reports),
+        padding_tokens=sum(report.padding_tokens for report in reports),
         seconds=sum(report.seconds for report in reports),
         row_ids=(),
     )

@@ -30,6 +30,7 @@ from halo_core.data.account import Account
 from halo_core.data.collate import collate
 from halo_core.data.order import StepOrder, total_steps
 from halo_core.data.prepare import prepare
+from halo_core.data.units import units_of
 from halo_core.methods.sft import Sft
 from halo_core.model_config import TINY
 from halo_core.models import packed, sockets, source
@@ -39,6 +40,7 @@ from halo_core.models.load import load_weights
 from halo_core.models.tiny import write_tiny
 from halo_core.models.tokenizer import check_vocabulary, load_tokenizer, padding_id
 from halo_core.optim.build import build_optimizer
+from halo_core.optim.groups import log_lines, trained
 from halo_core.optim.schedule import build_schedule
 from halo_core.plan import Checked
 from halo_core.sharding.sharded import Sharded
@@ -90,10 +92,11 @@ def train(
             name = _model_name(checked, Path(scratch))
             tokenizer = load_tokenizer(name, revision=config.model_revision, trust_remote_code=config.trust_remote_code)
             prepared = prepare(config, tokenizer, rows)
-        for line in prepared.account.text().splitlines():
+            units = units_of(config, prepared)
+        for line in units.account.text().splitlines():
             say(line)
         order = StepOrder(
-            num_rows=len(prepared.train),
+            num_rows=len(units.train),
             per_device=config.per_device_train_batch_size,
             data_ranks=plan.degrees.data_ranks,
             accumulation=config.gradient_accumulation_steps,
@@ -111,7 +114,7 @@ def train(
         process_group.agree("this machine", {"resolved": resolved.digest(), **resolved.as_dict(), "device": ""})
         plugins = dict(plan.plugins)
         environment = run_folder.environment(device=resolved.device_name, plugins=plugins)
-        identity = identity_of(config=config, plan=plan, rows=prepared.train, environment=environment)
+        identity = identity_of(config=config, plan=plan, rows=units.train, environment=environment)
         process_group.agree("the rows", identity.data, remedy="give every process the same data")
         with process_group.together():
             notes = find.check(start.checkpoint, identity) if start.checkpoint else ()
@@ -128,6 +131,8 @@ def train(
         )
         model, sharded = _model(checked, resolved, parallel, model_config, folder_of_model)
         optimizer = build_optimizer(model, config)
+        for line in log_lines(trained(model, config)):
+            say(line)
         agreement.once_per_folder(
             start.folder,
             lambda: run_folder.open_folder(
@@ -135,12 +140,14 @@ def train(
                 config=vars(config),
                 plan={**asdict(plan), "digest": plan.digest(), "resolved": resolved.as_dict()},
                 environment=environment,
+                account=units.account.as_dict(),
             ),
         )
         folder = RunFolder(path=start.folder)
         say(
             f"training {plan.architecture} on {resolved.device_name}: {steps} steps of at most {plan.rows_per_step} "
-            f"rows, {runtime.dtype_name(resolved.dtype)}, attention {resolved.attention}, experts {resolved.experts}"
+            f"{'packs' if config.packing else 'rows'}, {runtime.dtype_name(resolved.dtype)}, "
+            f"attention {resolved.attention}, experts {resolved.experts}"
             f"{parallel.words}"
         )
         logging_steps = build_policy(config, total=steps, steps_per_epoch=order.steps_per_epoch).logging_steps
@@ -165,9 +172,9 @@ def train(
             model=model,
             model_hidden=balance.counted(forward, balancing),
             head=Head(model, architecture, resolved.head_kernel),
-            method=Sft(collate_rows=collate),
-            rows=prepared.train,
-            evaluation=prepared.evaluation,
+            method=Sft(collate_rows=partial(collate, flatten=config.padding_free)),
+            rows=units.train,
+            evaluation=units.evaluation,
             order=order,
             pad_id=padding_id(tokenizer, vocab_size=vocab_size),
             optimizer=optimizer,
@@ -205,7 +212,7 @@ def train(
                 step=result.step, what=fault.what, remedy=fault.remedy, checkpoint=result.checkpoint
             ) from fault
     say(f"{written.note}: {written.folder}")
-    return RunResult(output_dir=folder.path, account=prepared.account, fit=result, seconds=time.perf_counter() - began)
+    return RunResult(output_dir=folder.path, account=units.account, fit=result, seconds=time.perf_counter() - began)
 
 
 def _model_name(checked: Checked, scratch: Path) -> str:
@@ -236,6 +243,7 @@ def _model(
         dtype=resolved.dtype,
         attention=resolved.attention,
         experts=parallel.experts(resolved),
+        fp32_router=checked.config.fp32_router,
     )
     checked.registry.plugins.call("halo_model_ready", family=architecture.family, plan=checked.plan, model=model)
     sharded = parallel.cut(model, architecture, checked.config)

@@ -25,7 +25,7 @@ from halo_core.errors import Problem, Refused
 from halo_core.trainer import metrics
 
 RECORDS = "halo"
-"""The sub-folder of run.yaml, plan.json and environment.json."""
+"""The sub-folder of run.yaml, plan.json, environment.json and account.json."""
 _MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "ep-shards")
 _DISTRIBUTIONS = ("halo-moe", "torch", "transformers", "safetensors", "datasets", "tokenizers", "numpy")
 
@@ -43,7 +43,7 @@ class RunFolder:
 
     @property
     def records(self) -> Path:
-        """Return where run.yaml, plan.json and environment.json lie."""
+        """Return where run.yaml, plan.json, environment.json and account.json lie."""
         return self.path / RECORDS
 
 
@@ -92,8 +92,10 @@ def traces(path: Path) -> list[str]:
 
 
 def open_folder(path: Path, *, config: Mapping[str, Any], plan: Mapping[str, Any],
-                environment: Mapping[str, Any]) -> RunFolder:
+                environment: Mapping[str, Any], account: Mapping[str, Any] | None = None) -> RunFolder:
     """Make the folder, write its records, and return it. Unfinished saves of a killed run are cleaned away.
+
+    account: that of the data, in plain values; nothing is written without it.
 
     Raises:
         Refused: the folder cannot be made.
@@ -107,6 +109,8 @@ def open_folder(path: Path, *, config: Mapping[str, Any], plan: Mapping[str, Any
     _write(folder.records / "run.yaml", yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
     _write(folder.records / "plan.json", json.dumps(plain(plan), indent=2) + "\n")
     _write(folder.records / "environment.json", json.dumps(plain(environment), indent=2) + "\n")
+    if account is not None:
+        _write(folder.records / "account.json", json.dumps(plain(account), indent=2, ensure_ascii=False) + "\n")
     return folder
 
 

@@ -22,7 +22,8 @@ def test_loss_falls_and_every_step_is_a_row(small: Any, tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == list(range(1, 19))
     assert rows[-1]["loss"] < 0.6 * rows[0]["loss"]
     assert list(rows[0]) == ["step", "epoch", "loss", "grad_norm", "learning_rate", "tokens", "supervised_tokens",
-                             "seconds"]
+                             "seconds", "documents", "padding_tokens"]
+    assert [row["documents"] for row in rows[:3]] == [4, 4, 2]
     assert [row["epoch"] for row in rows[:4]] == [1 / 3, 2 / 3, 1.0, 4 / 3]
     assert rows[5]["loss"] == ran.reports[5].loss, "not rounded"
     assert ran.result.step == 18 and ran.result.last == ran.reports[-1] and ran.result.checkpoint is None

@@ -97,7 +97,7 @@ def test_parts_hold_every_element_once_and_are_no_model(written: Path, expected:
     assert (manifest["architecture"], manifest["plan"], manifest["step"], manifest["world"]) == (NAME, "0123", 7, 4)
     assert manifest["degrees"] == {"replicate": 1, "shard": 1, "cp": 1, "ep": 4, "etp": 1}
     own = json.loads(metadata_of(read_file(files[2]).head)["DCP_SHARDING_INFO"])
-    experts = {tuple(place["offset"]) for name, place in own.items() if ".experts." in name}
+    experts = {tuple(place["saved_offsets"]) for name, place in own.items() if ".experts." in name}
     assert experts == {(4, 0, 0)}, "process 2 of 4 holds experts 4 and 5 of 8"
 
 

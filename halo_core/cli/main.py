@@ -49,6 +49,9 @@ def train(
     ] = None,
     plugin: PluginFiles = [],  # noqa: B006  typer reads the default, nobody changes it
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    parameters: Annotated[
+        bool, typer.Option("--parameters", help="With --dry-run: list every parameter, its role and its bytes.")
+    ] = False,
 ) -> None:
     """Train: halo train [--family F] CONFIG.yaml [key=value ...]. An override replaces the file's key."""
     from halo_core.cli.train import Options, run
@@ -63,6 +66,7 @@ def train(
             endpoint=rdzv_endpoint,
             plugin_files=tuple(plugin),
             dry_run=dry_run,
+            parameters=parameters,
         ),
     )
 

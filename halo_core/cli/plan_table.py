@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from halo_core.plan import Checked, RunPlan
 from halo_core.registry import size, text_config
+
+if TYPE_CHECKING:
+    from halo_core.models.sizes import Sizes
+    from halo_core.optim.groups import Trained
 
 
 def feature_table(plan: RunPlan) -> Table:
@@ -35,20 +40,47 @@ def reasons(plan: RunPlan) -> list[str]:
     return lines
 
 
-def size_table(checked: Checked) -> Table:
-    """Return parameters, and bytes of weights, gradients and optimizer state on one process and over all."""
-    from halo_core.models.sizes import sizes_of_plan
-
+def size_table(checked: Checked, sizes: Sizes) -> Table:
+    """Return parameters, and bytes of weights, gradients and optimizer state over all processes and on each of them."""
     table = Table(title="sizes, over all processes", title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column("what")
     table.add_column("value", justify="right")
-    for name, value in _size_rows(checked, sizes_of_plan(checked)):
-        table.add_row(name, value)
+    table.add_column("each")
+    for name, value, each in _size_rows(checked, sizes):
+        table.add_row(name, value, each)
     return table
 
 
-def print_plan(checked: Checked) -> None:
-    """Print the whole plan: features, kernels, sizes, tokens per step, notes."""
+def parameter_table(rows: Iterable[Trained], title: str) -> Table:
+    """Return what becomes of parameters: role, decay, how they are stepped, and bytes an element of what is kept."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    listed = list(rows)
+    is_named = any(row.name for row in listed)
+    for name in ("role", "decay", "step", "dtype"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tensors", "elements", "weight", "gradient", "fp32 sum", "state"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if is_named:
+        table.add_column("parameter", no_wrap=True)
+    for row in listed:
+        held = [str(number) for number in (row.dtype.itemsize, row.gradient, row.sums, row.state)]
+        table.add_row(
+            row.role, "yes" if row.is_decayed else "no", row.step, str(row.dtype).removeprefix("torch."),
+            f"{row.tensors:,}", f"{row.elements:,}", *held, *([row.name] if is_named else []),
+        )  # fmt: skip
+    return table
+
+
+def print_plan(checked: Checked, *, parameters: bool = False) -> None:
+    """Print the whole plan: features, kernels, sizes, tokens per step, notes.
+
+    parameters: list every parameter by its name, the numbers in names as `*`.
+    """
+    from halo_core.models.sizes import model_of_plan, sizes_of_plan
+    from halo_core.optim.groups import by_group, by_pattern, trained
+
+    model = model_of_plan(checked)
+    rows = trained(model, checked.config)
     # A pipe or a file has no width of its own; a wrapped table helps nobody there.
     console = Console() if sys.stdout.isatty() else Console(width=200)
     plan = checked.plan
@@ -57,8 +89,13 @@ def print_plan(checked: Checked) -> None:
     for line in reasons(plan):
         print(f"  {line}")
     print()
-    console.print(size_table(checked))
+    console.print(size_table(checked, sizes_of_plan(checked, model)))
     print()
+    console.print(parameter_table(by_group(rows), "parameters by role; bytes an element"))
+    print()
+    if parameters:
+        console.print(parameter_table(by_pattern(rows), "parameters by name; bytes an element"))
+        print()
     print(f"model:     {plan.model_name_or_path}, config.json from {plan.model_origin}")
     if checked.guessed:
         print(f"           guessed, not published: {', '.join(checked.guessed)}")
@@ -96,17 +133,28 @@ def exchange_line(checked: Checked) -> str:
     )
 
 
-def _size_rows(checked: Checked, sizes: object) -> Iterable[tuple[str, str]]:
-    from halo_core.models.sizes import Sizes
+def _size_rows(checked: Checked, sizes: Sizes) -> Iterable[tuple[str, str, str]]:
+    """Yield (what, over all processes, on each of them); nothing for the last where one process has it all."""
+    degrees = checked.plan.degrees
+    # Every tensor is cut over the processes of one replica, experts along other axes than the rest.
+    parts = degrees.world // degrees.replicate
 
-    assert isinstance(sizes, Sizes)
-    yield "parameters", f"{sizes.parameters:,}"
-    yield "weights", gib(sizes.weight_bytes)
-    yield "gradients", gib(sizes.gradient_bytes)
-    yield "optimizer state", gib(sizes.optimizer_bytes)
-    yield "rows per step", f"{checked.plan.rows_per_step:,}"
+    def held(name: str, number: int) -> tuple[str, str, str]:
+        each = f"{gib(number // parts)} on each of {degrees.world} processes" if parts > 1 else ""
+        if parts > 1 and name.startswith("gradients") and checked.config.fsdp_defer_grad_sync:
+            each += ", in whole tensors until a step's last micro-batch"
+        return name, gib(number * degrees.replicate), each
+
+    yield "parameters", f"{sizes.parameters:,}", ""
+    yield held("weights", sizes.weight_bytes)
+    if sizes.gradient_bytes:
+        yield held("gradients", sizes.gradient_bytes)
+    if sizes.sum_bytes:
+        yield held("gradients, summed in fp32", sizes.sum_bytes)
+    yield held("optimizer state", sizes.optimizer_bytes)
+    yield "rows per step", f"{checked.plan.rows_per_step:,}", ""
     if checked.plan.tokens_per_step is not None:
-        yield "tokens per step, at most", f"{checked.plan.tokens_per_step:,}"
+        yield "tokens per step, at most", f"{checked.plan.tokens_per_step:,}", ""
 
 
 def gib(number: int) -> str:

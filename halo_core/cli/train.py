@@ -38,6 +38,7 @@ class Options:
     endpoint: str | None = None
     plugin_files: tuple[Path, ...] = ()
     dry_run: bool = False
+    parameters: bool = False
 
 
 def run(words: tuple[str, ...], options: Options) -> None:
@@ -69,7 +70,7 @@ def act(checked: Checked, options: Options) -> None:
     if options.dry_run:
         from halo_core.cli.plan_table import print_plan
 
-        print_plan(checked)
+        print_plan(checked, parameters=options.parameters)
         return
     from halo_core.trainer.run import train
 

@@ -126,7 +126,7 @@ def log_lines(rows: Iterable[Trained]) -> list[str]:
 def _words(step: Step, dtype: torch.dtype) -> str:
     name = {torch.bfloat16: "bf16", torch.float32: "fp32"}.get(dtype, str(dtype).removeprefix("torch."))
     return {
-        "torch": f"{name} by torch's own rule, rounded to nearest",
+        "torch": f"{name} by torch's own rule{'' if dtype.itemsize >= _WIDE else ', rounded to nearest'}",
         "bf16 stochastic": "bf16 weights and moments with stochastic rounding",
         "exact fp32": "fp32 weights and moments, exact",
         "fp32 master": "bf16 weights beside fp32 masters and moments",

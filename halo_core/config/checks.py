@@ -47,7 +47,7 @@ def contradictions(config: RunConfig, given: frozenset[str]) -> Iterator[Problem
             key="max_length",
             value=None,
             why="packing fills sequences of this length",
-            remedy="set max_length, or packing: false",
+            remedy=f"set max_length, or {'packing' if config.packing else 'eval_packing'}: false",
         )
 
 
@@ -73,8 +73,32 @@ def remarks(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[str, str
             "warmup_steps",
             f"the run ends at max_steps: {config.max_steps}, while the rate still rises, short of learning_rate",
         )
+    yield from _remarks_on_packing(config, given)
     best = config.load_best_model_at_end or config.save_strategy == "best"
     if not best:
         for name in ("metric_for_best_model", "greater_is_better"):
             if name in given and getattr(config, name) is not None:
                 yield name, "has no effect without load_best_model_at_end: true or save_strategy: best"
+
+
+def _remarks_on_packing(config: RunConfig, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+    evaluates = config.eval_strategy != "no"
+    packs_evaluation = config.packing if config.eval_packing is None else config.eval_packing
+    if "eval_packing" in given and config.eval_packing is not None and not evaluates:
+        yield "eval_packing", "has no effect while eval_strategy is no"
+    if config.packing_strategy != "bfd":
+        if not (config.packing or (packs_evaluation and evaluates)):
+            yield "packing_strategy", "has no effect while packing is false"
+            return
+        if config.packing and (packs_evaluation or not evaluates) and "overlong" in given:
+            why = f"packing_strategy: {config.packing_strategy} cuts rows longer than max_length"
+            yield "overlong", f"has no effect: {why}"
+        if config.packing_strategy == "wrapped":
+            yield (
+                "packing_strategy",
+                "wrapped cuts rows wherever a pack is full, also within an answer; each piece is a document of its "
+                "own, which sees nothing of the piece before it",
+            )
+    sizes = (config.per_device_train_batch_size, config.per_device_eval_batch_size if evaluates else 1)
+    if config.padding_free and max(sizes) == 1:
+        yield "padding_free", "has no effect: a batch of one row or pack has nothing to pad"

@@ -139,15 +139,17 @@ class RunConfig:
         True, NullIs(kind=_BOOLEAN, value=True), "learn only the completion, in `prompt` and `completion` rows",
         reader="data")
     packing: bool = _data(
-        False, _BOOLEAN, "put several rows into one sequence of max_length", reader="data",
+        False, _BOOLEAN, "put several rows into one sequence of at most max_length, each on its own", reader="data",
         asks=Asks(feature="packing", inert=(False,)))
     packing_strategy: str = _data(
-        "bfd", _PACKING, "how rows are chosen for a sequence", reader="data", idle_while=("packing", (False,)))
+        "bfd", _PACKING,
+        "which rows share a sequence: `bfd` whole rows, best fit first; `bfd_split` cuts those longer than max_length; "
+        "`wrapped` cuts wherever a sequence is full", reader="data")
     eval_packing: bool | None = _data(
         None, Optional(kind=_BOOLEAN), "pack the evaluation rows; null: as `packing`", reader="data",
         asks=Asks(feature="packing", inert=(None, False)))
     padding_free: bool = _data(
-        False, _BOOLEAN, "flatten a batch to its real tokens", reader="data",
+        False, _BOOLEAN, "flatten a batch to one row of its real tokens", reader="data",
         asks=Asks(feature="padding_free", inert=(False,)))
 
     # Training

@@ -41,8 +41,11 @@ class NamedAdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         seed: int,
+        kernel: Kernel | None = None,
     ) -> None:
         """Take groups `{"params": [(name, parameter), ...], "weight_decay": ...}`; names are state-dict keys.
+
+        kernel: what steps, None for the one that fits a parameter's device.
 
         Raises:
             ValueError: a parameter without a name, or neither bf16 nor fp32; a name given twice.
@@ -50,6 +53,7 @@ class NamedAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.seed = seed
         self._places: dict[str, tuple[int, tuple[Box, ...]]] = {}
+        self._kernel = kernel
         self._kernels: dict[torch.device, Kernel] = {}
         names = [name for group in self.param_groups for name in group.get("param_names", ())]
         if len(names) != len(set(names)) or len(names) != sum(len(group["params"]) for group in self.param_groups):
@@ -96,7 +100,7 @@ class NamedAdamW(torch.optim.Optimizer):
                     work.setdefault(held.device, []).append(part)
         for device, parts in work.items():
             if device not in self._kernels:
-                self._kernels[device] = choice.kernel(device)
+                self._kernels[device] = self._kernel or choice.kernel(device)
             self._kernels[device](parts, None if scale is None else scale.to(device, torch.float32))
         for held, weight in copied:
             held.copy_(weight.view(held.shape))

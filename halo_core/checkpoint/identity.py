@@ -150,7 +150,7 @@ def differences(saved: Identity, now: Identity) -> tuple[list[Problem], list[str
                          "from the next step on")
             continue
         if key in WARM and now.config.get("allow_warm_restart"):
-            notes.append(f"{key} was {shown(before)} and is {shown(after)}: the optimizer's state is begun anew")
+            notes.append(f"{key} was {shown(before)} and is {shown(after)}: allow_warm_restart permits it")
             continue
         problems.append(_changed(key, before, after))
     problems += _batch(saved, now, notes)

@@ -77,8 +77,7 @@ RUN_MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(
         feature="allow_warm_restart",
         what="weights resumed without the optimizer's state",
-        built=False,
-        instead="set allow_warm_restart: false, or start a new run from the saved weights",
+        built=True,
     ),
     Mechanism(
         feature="save_timeout",

@@ -309,3 +309,68 @@ def test_a_file_that_is_missing_or_damaged_is_refused_by_its_name(source: Path, 
     path.unlink()
     for said in ranks.run(2, refused, source, EP2, tmp_path):
         assert f"{path.name} is missing" in said
+
+
+def resumed_warm(source: Path, sizes: Mapping[str, int], output_dir: Path) -> tuple[list[str], list[str], list[str]]:
+    """Return weights read wrongly, parameters without a state, those with a wrong one, and what is told."""
+    model, _ = built(MOE, source, sizes)
+    checkpoint = find_together(True, output_dir, warm=True)
+    assert checkpoint is not None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    resume.load_weights(checkpoint, model)
+    notes = resume.load_optimizer(checkpoint, model, optimizer, warm=True)
+    without = sorted(name for name, parameter in model.named_parameters() if not optimizer.state.get(parameter))
+    return wrong({**stored_weights(model), **moments(model, optimizer)}), without, list(notes)
+
+
+@pytest.mark.parametrize("sizes", [ALONE, EP2, EP4], ids=str)
+def test_a_deleted_optimizer_shard_is_gone_without_alike_on_every_process_where_allowed(
+    source: Path, at_ep4: Path, tmp_path: Path, sizes: Mapping[str, int]
+) -> None:
+    shutil.copytree(at_ep4, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "checkpoint-1" / "optimizer-rank-1-of-4.safetensors"
+    lost = sorted({key.partition("/")[2] for key in load_file(path)})
+    path.unlink()
+    assert len(lost) > 10
+    for said in everywhere(sizes, refused, source, sizes, tmp_path):
+        assert "optimizer-rank-1-of-4.safetensors is missing" in said
+    results = everywhere(sizes, resumed_warm, source, sizes, tmp_path)
+    for faults, without, notes in results:
+        assert faults == [] and (without, notes) == results[0][1:]
+        assert without == lost
+        assert notes[0] == "optimizer-rank-1-of-4.safetensors is missing: allow_warm_restart goes on without it"
+        assert notes[1].startswith(f"the moments of {len(without)} of ") and without[0] in notes[1]
+
+
+@pytest.mark.parametrize("sizes", [ALONE, EP2], ids=str)
+def test_a_deleted_shard_of_weights_is_never_gone_without(
+    source: Path, at_ep4: Path, tmp_path: Path, sizes: Mapping[str, int]
+) -> None:
+    shutil.copytree(at_ep4, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "checkpoint-1" / "weights-rank-1-of-4.safetensors").unlink()
+
+    def named() -> str:
+        with pytest.raises(Refused) as caught:
+            find_together(str(tmp_path / "checkpoint-1"), tmp_path, warm=True)
+        return str(caught.value)
+
+    for said in everywhere(sizes, named):
+        assert "weights-rank-1-of-4.safetensors is missing" in said and "allow_warm_restart" not in said
+
+
+def test_a_file_of_another_step_in_the_place_of_one_is_damage(source: Path, tmp_path: Path) -> None:
+    def twice() -> None:
+        model = marked(MOE, source, EP2)
+        optimizer = marked_optimizer(model)
+        for step in (1, 2):
+            save(tmp_path, step=step, model=model, optimizer=optimizer, progress={}, identity=identity())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1.0)
+
+    ranks.run(2, twice)
+    name = "weights-rank-1-of-2.safetensors"
+    shutil.copy(tmp_path / "checkpoint-1" / name, tmp_path / "checkpoint-2" / name)
+    found = find.find(True, tmp_path)
+    assert found is not None and found.step == 1
+    assert found.skipped == (f"checkpoint-2 is passed over: {name} is damaged: its checksum is another one",)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from halo_core.checkpoint import atomic, find, resume
 from halo_core.checkpoint.find import OPTIMIZER, WEIGHTS
@@ -286,6 +287,131 @@ def test_evaluation_missed_by_an_interrupt_is_made_up_for(small: Any, tmp_path: 
     second = small.run(tmp_path / "parts", resume_from_checkpoint=True, raises=True, **common)
     assert whole.metric_rows() == second.metric_rows()
     assert small.same(whole.weights(), second.weights())
+
+
+def noted(run: Any, folder: Path, **changes: Any) -> tuple[Any, list[str]]:
+    """Return a run and what it told."""
+    notes = _Notes()
+    return run(folder, reporters=(notes,), **changes), notes.texts
+
+
+def test_a_missing_optimizer_file_is_gone_without_where_a_warm_restart_is_allowed(small: Any, tmp_path: Path) -> None:
+    small.run(tmp_path, stop_after=4, **EVERY_STEP)
+    for step in (1, 2, 3):
+        (tmp_path / f"checkpoint-{step}" / OPTIMIZER).unlink()
+    path = str(tmp_path / "checkpoint-3")
+    refused = small.run(tmp_path, resume_from_checkpoint=path, **EVERY_STEP)
+    assert isinstance(refused.error, Refused) and "optimizer.safetensors is missing" in str(refused.error)
+    assert "set allow_warm_restart: true to go on with the weights" in str(refused.error)
+    for asked in (path, True):  # the newest that can be used, where none is complete
+        ran, said = noted(small.run, tmp_path, resume_from_checkpoint=asked, allow_warm_restart=True, stop_after=4,
+                          **EVERY_STEP)
+        assert ran.reports[0].step == 4
+        assert {float(value) for name, value in ran.moments().items() if name.endswith(".step")} == {1.0}
+        assert "optimizer.safetensors is missing: allow_warm_restart goes on without it" in said
+        (told,) = (text for text in said if text.startswith("the moments of 6 of 6 parameters begin at zero: "))
+        assert "embed.weight" in told and "norm.bias" in told
+
+
+def test_a_complete_older_checkpoint_comes_before_a_newer_one_without_its_moments(small: Any, tmp_path: Path) -> None:
+    small.run(tmp_path, stop_after=4, **EVERY_STEP)
+    (tmp_path / "checkpoint-3" / OPTIMIZER).unlink()
+    found = find.find(True, tmp_path, warm=True)
+    assert found is not None and found.step == 2 and "optimizer.safetensors is missing" in found.skipped[0]
+
+
+def test_missing_weights_are_never_gone_without(small: Any, tmp_path: Path) -> None:
+    small.run(tmp_path, stop_after=2, **EVERY_STEP)
+    (tmp_path / "checkpoint-1" / WEIGHTS).unlink()
+    for asked in (True, str(tmp_path / "checkpoint-1")):
+        ran = small.run(tmp_path, resume_from_checkpoint=asked, allow_warm_restart=True, **EVERY_STEP)
+        assert isinstance(ran.error, Refused) and "weights.safetensors is missing" in str(ran.error)
+        assert "set allow_warm_restart" not in str(ran.error)
+
+
+def test_a_missing_random_state_is_gone_without_and_told(small: Any, tmp_path: Path) -> None:
+    small.run(tmp_path, stop_after=2, dropout=0.2, **EVERY_STEP)
+    (tmp_path / "checkpoint-1" / find.RANDOM).unlink()
+    common = {"resume_from_checkpoint": True, "dropout": 0.2, "stop_after": 2, **EVERY_STEP}
+    assert isinstance(small.run(tmp_path, **common).error, Refused)
+    ran, said = noted(small.run, tmp_path, allow_warm_restart=True, **common)
+    assert ran.reports[0].step == 2 and "random.safetensors is missing: allow_warm_restart goes on without it" in said
+    assert {float(value) for name, value in ran.moments().items() if name.endswith(".step")} == {2.0}
+
+
+def test_state_of_one_parameter_that_does_not_fit_is_dropped_whole_and_named(small: Any, tmp_path: Path) -> None:
+    ran = small.run(tmp_path, stop_after=2, **EVERY_STEP)
+    checkpoint = find.find(True, tmp_path)
+    assert checkpoint is not None
+    model = ran.model
+    fewer = torch.optim.AdamW([parameter for name, parameter in model.named_parameters() if name != "norm.bias"])
+    (note,) = resume.load_optimizer(checkpoint, model, fewer, warm=True)
+    assert note == "the optimizer's state of norm.bias is dropped: this run does not update them"
+    # One moment of one parameter is taken out of the file: its count of steps goes with it.
+    path = checkpoint.path / OPTIMIZER
+    tensors = load_file(path)
+    del tensors["exp_avg_sq/mix.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(Refused, match=r"parts of exp_avg_sq/mix\.weight are in none of its files"):
+        resume.load_optimizer(checkpoint, model, torch.optim.AdamW(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    (note,) = resume.load_optimizer(checkpoint, model, optimizer, warm=True)
+    assert note == "the moments of 1 of 6 parameters begin at zero: mix.weight"
+    assert model.mix.weight not in optimizer.state or not optimizer.state[model.mix.weight]
+    assert all(float(optimizer.state[parameter]["step"]) == 1.0
+               for name, parameter in model.named_parameters() if name != "mix.weight")
+
+
+def test_parameters_that_the_first_part_did_not_update_are_named(small: Any, tmp_path: Path) -> None:
+    def freeze(model: Any) -> None:
+        model.norm.bias.requires_grad = False
+
+    small.run(tmp_path, stop_after=2, before=freeze, **EVERY_STEP)
+    ran = small.run(tmp_path, resume_from_checkpoint=True, **EVERY_STEP)
+    assert isinstance(ran.error, Refused) and "its optimizer did not update norm.bias" in str(ran.error)
+    ran, said = noted(small.run, tmp_path, resume_from_checkpoint=True, allow_warm_restart=True, stop_after=2,
+                      **EVERY_STEP)
+    assert "the moments of 1 of 6 parameters begin at zero: norm.bias" in said
+
+
+def test_another_optimizer_is_refused_and_a_warm_restart_drops_all_its_state(small: Any, tmp_path: Path) -> None:
+    small.run(tmp_path, stop_after=3, **EVERY_STEP)
+    other = {**EVERY_STEP, "resume_from_checkpoint": True, "optim": "sgd", "learning_rate": 0.05}
+    refused = small.run(tmp_path, **other)
+    assert isinstance(refused.error, Refused)
+    assert "optim: sgd" in str(refused.error) and "allow_warm_restart: true" in str(refused.error)
+    ran, said = noted(small.run, tmp_path, allow_warm_restart=True, **other)
+    assert ran.error is None and ran.reports[0].step == 3
+    assert ("the state of AdamW is dropped, since this run's optimizer is SGD: the moments of all 6 parameters begin "
+            "at zero") in said
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_fp32"])
+def test_bf16_weights_go_on_bit_for_bit_with_moments_and_masters_of_their_own_dtype(
+    small: Any, tmp_path: Path, optim: str
+) -> None:
+    common = {**EVERY_STEP, "optim": optim, "dtype": torch.bfloat16, "bf16": True, "learning_rate": 1e-3}
+    whole = small.run(tmp_path / "whole", raises=True, **common)
+    small.run(tmp_path / "parts", stop_after=6, **common)
+    second = small.run(tmp_path / "parts", resume_from_checkpoint=True, raises=True, **common)
+    assert second.reports[0].step == 6 and small.same(whole.weights(), second.weights())
+    one, other = (states(ran) for ran in (whole, second))
+    assert one.keys() == other.keys() and len(one) > 12
+    for name, value in one.items():
+        assert type(value) is type(other[name])
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == other[name].dtype and torch.equal(value, other[name]), name
+        else:
+            assert value == other[name] == 9
+    kinds = {name.partition("/")[0]: value for name, value in one.items()}
+    assert ("master" in kinds) == (optim == "adamw_fp32")
+    assert kinds["exp_avg"].dtype == (torch.float32 if optim == "adamw_fp32" else torch.bfloat16)
+
+
+def states(ran: Any) -> dict[str, Any]:
+    names = {parameter: name for name, parameter in ran.model.named_parameters()}
+    return {f"{kind}/{names[parameter]}": value for parameter, state in ran.optimizer.state.items()
+            for kind, value in state.items()}
 
 
 class _Notes:

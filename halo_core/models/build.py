@@ -31,6 +31,7 @@ def build_meta(
     attention: str = "eager",
     experts: ExpertsKernel | None = None,
     fp32_router: bool = False,
+    mixer_kernels: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Return the causal language model on the meta device, in training mode.
 
@@ -39,6 +40,8 @@ def build_meta(
     attention: transformers' name of the attention implementation.
     experts: the experts kernel to attach; None leaves transformers' own (for counting only).
     fp32_router: routers hold fp32 parameters and compute in fp32, whatever `dtype` is.
+    mixer_kernels: kind -> kernel for layers that mix tokens otherwise than by attention, used for every batch; None for
+        transformers' own functions, and the core's that run everywhere where a row holds several documents.
     """
     config = text_model_config(architecture, model_config)
     # Training never reads a cache; with one, transformers also stops telling packed documents apart.
@@ -51,7 +54,10 @@ def build_meta(
         widen_routers(model, architecture)
     if experts is not None:
         sockets.attach(model, architecture, experts)
-    mixers.attach(model, architecture)
+    if mixer_kernels is None:
+        mixers.attach(model, architecture)
+    else:
+        mixers.attach(model, architecture, {**mixers.KERNELS, **mixer_kernels}, every_batch=True)
     return model.train()
 
 

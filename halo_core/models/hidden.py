@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from halo_core.attention import socket as attention
 from halo_core.kernels import documents
-from halo_core.kernels.documents import Documents
+from halo_core.kernels.documents import KEYWORD, Documents
 from halo_core.kernels.head import HeadKernel, chunked
 from halo_core.models import mixers
-from halo_core.models.masks import masks_apart, padding_mask
+from halo_core.models.masks import FULL, SLIDING, masks_apart, padding_mask
 from halo_core.registry import Architecture
 from halo_core.sharding.entrance import decoder_of
 
@@ -67,13 +68,20 @@ def documents_of(batch: TokenBatch) -> Documents:
 def _sight(model: PreTrainedModel, batch: TokenBatch) -> dict[str, Any]:
     """Return the arguments that say what each position may see."""
     found = documents_of(batch)
-    if not found.has_several:
-        return {"attention_mask": padding_mask(batch.segment_ids, found)}
-    bound = mixers.of(model)
-    elsewhere = frozenset[str]() if bound is None else bound.layer_types
-    dtype = model.get_input_embeddings().weight.dtype
-    masks = masks_apart(model.config, found, dtype, elsewhere)
-    return {"attention_mask": masks, **({mixers.DOCUMENTS: found} if elsewhere else {})}
+    bound, attended = mixers.of(model), attention.of(model) is not None
+    elsewhere = {*(bound.layer_types if bound is not None else ()), *((FULL, SLIDING) if attended else ())}
+    wants_every = attended or (bound is not None and bound.every_batch)
+    arguments: dict[str, Any] = {KEYWORD: found} if wants_every or (found.has_several and elsewhere) else {}
+    if found.has_several:
+        arguments["attention_mask"] = masks_apart(model.config, found, _dtype_of(model), elsewhere)
+    elif not attended:
+        arguments["attention_mask"] = padding_mask(batch.segment_ids, found)
+    return arguments
+
+
+def _dtype_of(model: PreTrainedModel) -> torch.dtype:
+    weight: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    return weight.dtype
 
 
 class Head:

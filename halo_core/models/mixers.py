@@ -4,7 +4,8 @@ Not for the mathematics (`halo_core.kernels`). Such a layer's own forward is kep
 core's kernels in place of the functions it calls by name: whatever else it computes stays transformers', and a forward
 that no longer calls those functions is refused instead of being bypassed. Neither classes nor module globals change.
 
-For rows of one document each the layer's own forward runs untouched.
+Documents come to a bound layer as one argument of its call: so they are right when it is computed again in backward,
+whatever batches came in between. Without them, as for rows of one document each, its own forward runs untouched.
 """
 
 from __future__ import annotations
@@ -22,14 +23,10 @@ from transformers import PreTrainedModel
 from halo_core.errors import Problem, Refused
 from halo_core.family import SequenceMixerSpec
 from halo_core.kernels.delta_rule import DeltaRuleKernel, chunked
-from halo_core.kernels.documents import Documents
+from halo_core.kernels.documents import KEYWORD, Documents
 from halo_core.kernels.short_conv import ShortConvKernel, reference
 from halo_core.models.masks import layer_types
 from halo_core.registry import Architecture
-
-DOCUMENTS = "halo_documents"
-"""The keyword by which a batch's documents travel through a model to its mixers, as one argument of every layer: so
-they are right when layers are computed again in backward, whatever batches came in between."""
 
 ATTACHED = "halo_mixers"
 """The attribute of an attached model that holds its `Mixers`."""
@@ -56,7 +53,7 @@ class Mixer:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the module's forward, with its documents apart when they came along."""
-        documents: Documents | None = named.pop(DOCUMENTS, None)
+        documents: Documents | None = named.pop(KEYWORD, None)
         if documents is None:
             return self.own(*arguments, **named)
         self.documents = documents
@@ -72,17 +69,29 @@ class Mixer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Mixers:
-    """What `attach` did to one model. `layer_types`: transformers' names of the layers that it keeps apart."""
+    """What `attach` did to one model.
+
+    layer_types: transformers' names of the layers that it keeps apart. every_batch: whether they want to know the
+    documents of every batch, or of those with several in a row only.
+    """
 
     by_path: Mapping[str, Mixer]
     modules: tuple[nn.Module, ...]
     layer_types: frozenset[str]
+    every_batch: bool
 
 
-def attach(model: PreTrainedModel, architecture: Architecture, kernels: Mapping[str, Any] = KERNELS) -> None:
+def attach(
+    model: PreTrainedModel,
+    architecture: Architecture,
+    kernels: Mapping[str, Any] = KERNELS,
+    *,
+    every_batch: bool = False,
+) -> None:
     """Bind every mixer of `model` that the facts of its architecture name; most architectures have none.
 
-    kernels: the kernel of each kind, as `halo_core.kernels` specifies them.
+    kernels: the kernel of each kind, as `halo_core.kernels` specifies them. every_batch: use them for every batch, as
+    befits kernels that are faster than the mixers' own functions; else for rows of several documents.
 
     Raises:
         Refused: the facts do not describe this model, or name a function that a mixer's forward does not call.
@@ -101,7 +110,11 @@ def attach(model: PreTrainedModel, architecture: Architecture, kernels: Mapping[
             by_path[path] = module.forward = _mixer(path, module, spec, architecture, kernels)
             modules.append(module)
     bound = frozenset(spec.layer_type for spec in architecture.mixers)
-    setattr(model, ATTACHED, Mixers(by_path=MappingProxyType(by_path), modules=tuple(modules), layer_types=bound))
+    done = Mixers(
+        by_path=MappingProxyType(by_path), modules=tuple(modules), layer_types=bound,
+        every_batch=every_batch and bool(bound),
+    )  # fmt: skip
+    setattr(model, ATTACHED, done)
 
 
 def detach(model: PreTrainedModel) -> None:

@@ -4,6 +4,9 @@ document. Not for speed. Shapes: B rows, C channels, S positions, K taps.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -37,5 +40,7 @@ def _as_it_is(channels: Tensor) -> Tensor:
     return channels
 
 
-ACTIVATIONS = {None: _as_it_is, "silu": functional.silu}
+ACTIVATIONS: Mapping[str | None, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {None: _as_it_is, "silu": functional.silu}
+)
 """What may follow the sum."""

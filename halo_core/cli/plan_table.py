@@ -71,18 +71,23 @@ def parameter_table(rows: Iterable[Trained], title: str) -> Table:
     return table
 
 
-def print_plan(checked: Checked, *, parameters: bool = False) -> None:
-    """Print the whole plan: features, kernels, sizes, tokens per step, notes.
+def print_parameters(checked: Checked) -> None:
+    """Print every parameter with its role, how it is stepped and what it takes; numbers in names are `*`."""
+    from halo_core.models.sizes import model_of_plan
+    from halo_core.optim.groups import by_pattern, trained
 
-    parameters: list every parameter by its name, the numbers in names as `*`.
-    """
+    rows = by_pattern(trained(model_of_plan(checked), checked.config))
+    print()
+    _console().print(parameter_table(rows, "parameters by name; bytes an element"))
+
+
+def print_plan(checked: Checked) -> None:
+    """Print the whole plan: features, kernels, sizes, roles of parameters, tokens per step, notes."""
     from halo_core.models.sizes import model_of_plan, sizes_of_plan
-    from halo_core.optim.groups import by_group, by_pattern, trained
+    from halo_core.optim.groups import by_group, trained
 
     model = model_of_plan(checked)
-    rows = trained(model, checked.config)
-    # A pipe or a file has no width of its own; a wrapped table helps nobody there.
-    console = Console() if sys.stdout.isatty() else Console(width=200)
+    console = _console()
     plan = checked.plan
     degrees = plan.degrees
     console.print(feature_table(plan))
@@ -91,11 +96,9 @@ def print_plan(checked: Checked, *, parameters: bool = False) -> None:
     print()
     console.print(size_table(checked, sizes_of_plan(checked, model)))
     print()
-    console.print(parameter_table(by_group(rows), "parameters by role; bytes an element"))
+    rows = by_group(trained(model, checked.config))
+    console.print(parameter_table(rows, "parameters by role; bytes an element"))
     print()
-    if parameters:
-        console.print(parameter_table(by_pattern(rows), "parameters by name; bytes an element"))
-        print()
     print(f"model:     {plan.model_name_or_path}, config.json from {plan.model_origin}")
     if checked.guessed:
         print(f"           guessed, not published: {', '.join(checked.guessed)}")
@@ -114,6 +117,11 @@ def print_plan(checked: Checked, *, parameters: bool = False) -> None:
         print(f"not built yet, so this run would be refused: {', '.join(row.feature for row in plan.not_built)}")
     else:
         print("ready: this run can start")
+
+
+def _console() -> Console:
+    # A pipe or a file has no width of its own; a wrapped table helps nobody there.
+    return Console() if sys.stdout.isatty() else Console(width=200)
 
 
 def exchange_line(checked: Checked) -> str:

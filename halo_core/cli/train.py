@@ -68,9 +68,11 @@ def run(words: tuple[str, ...], options: Options) -> None:
 def act(checked: Checked, options: Options) -> None:
     """Print the plan, or train, in this process and those that it has joined."""
     if options.dry_run:
-        from halo_core.cli.plan_table import print_plan
+        from halo_core.cli.plan_table import print_parameters, print_plan
 
-        print_plan(checked, parameters=options.parameters)
+        print_plan(checked)
+        if options.parameters:
+            print_parameters(checked)
         return
     from halo_core.trainer.run import train
 

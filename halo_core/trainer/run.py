@@ -10,6 +10,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -87,7 +88,7 @@ def train(
         say(f"note: {note}")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory(prefix="halo-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="halo-") as scratch, ExitStack() as held:
         with process_group.together():
             name = _model_name(checked, Path(scratch))
             tokenizer = load_tokenizer(name, revision=config.model_revision, trust_remote_code=config.trust_remote_code)
@@ -133,6 +134,8 @@ def train(
         optimizer = build_optimizer(model, config)
         for line in log_lines(trained(model, config)):
             say(line)
+        resumed_from = start.checkpoint.path if start.checkpoint else None
+        held.enter_context(run_folder.occupied(start.folder, resumed_from=resumed_from, say=say))
         agreement.once_per_folder(
             start.folder,
             lambda: run_folder.open_folder(

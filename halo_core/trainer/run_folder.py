@@ -11,21 +11,24 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
-from halo_core.checkpoint import atomic
+from halo_core.checkpoint import agreement, atomic
 from halo_core.checkpoint.identity import plain
 from halo_core.errors import Problem, Refused
-from halo_core.trainer import metrics
+from halo_core.trainer import lock, metrics
 
 RECORDS = "halo"
 """The sub-folder of run.yaml, plan.json, environment.json and account.json."""
+LOCK = "lock"
+"""The file there that a run keeps locked while it goes on. It stays, and alone is no trace of a run."""
 _MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "ep-shards")
 _DISTRIBUTIONS = ("halo-moe", "torch", "transformers", "safetensors", "datasets", "tokenizers", "numpy")
 
@@ -72,6 +75,12 @@ def problems(path: Path, *, resumed_from: Path | None) -> tuple[Problem, ...]:
         return (_unwritable(path, f"{nearest} is a file"),)
     if not os.access(nearest, os.W_OK | os.X_OK):
         return (_unwritable(path, f"{nearest} may not be written to"),)
+    held_by = lock.holder(path / RECORDS / LOCK)
+    return (_occupied(path, held_by),) if held_by else _conflicts(path, resumed_from)
+
+
+def _conflicts(path: Path, resumed_from: Path | None) -> tuple[Problem, ...]:
+    """Return that `path` holds another run than the one gone on with."""
     found = traces(path)
     if not found or (resumed_from is not None and resumed_from.resolve().parent == path.resolve()):
         return ()
@@ -87,8 +96,48 @@ def traces(path: Path) -> list[str]:
     """Return the names in `path` that show a run or a model there."""
     if not path.is_dir():
         return []
-    names = [name for name in (RECORDS, metrics.FILE_NAME, *_MODEL_FILES) if (path / name).exists()]
+    names = [name for name in (metrics.FILE_NAME, *_MODEL_FILES) if (path / name).exists()]
+    records = path / RECORDS
+    if records.is_dir() and any(entry.name != LOCK for entry in records.iterdir()):
+        names.insert(0, RECORDS)
     return names + sorted(entry.name for entry in path.iterdir() if atomic.step_of(entry) is not None)
+
+
+@contextmanager
+def occupied(path: Path, *, resumed_from: Path | None, say: Callable[[str], None]) -> Iterator[None]:
+    """Keep other runs out of `path` for the time of a block; a collective. Of processes that share it, one locks it.
+
+    resumed_from: as for `problems`, which is asked again: another run may have used the folder since. say: tells a
+    person that the file system has no locks, which is no reason not to run.
+
+    Raises:
+        Refused: on every process: another run is going on there, or has been meanwhile, or no folder can be made.
+    """
+    held: list[IO[str]] = []
+
+    def enter() -> str:
+        try:
+            (path / RECORDS).mkdir(parents=True, exist_ok=True)
+            held.append(lock.take(path / RECORDS / LOCK))
+        except lock.Held as other:
+            raise Refused(_occupied(path, str(other))) from other
+        except lock.Unsupported as fault:
+            return f"nothing keeps a second run out of {path}: its file system has no locks ({fault})"
+        except OSError as fault:  # what `problems` cannot foresee, such as a file system that takes no folders
+            raise Refused(_unwritable(path, f"the folder cannot be made ({fault.strerror})")) from fault
+        found = _conflicts(path, resumed_from)
+        if found:
+            raise Refused(found)
+        return ""
+
+    try:
+        unlocked = agreement.once_per_folder(path, enter)
+        if unlocked:
+            say(unlocked)
+        yield
+    finally:
+        for handle in held:
+            handle.close()
 
 
 def open_folder(path: Path, *, config: Mapping[str, Any], plan: Mapping[str, Any],
@@ -124,6 +173,11 @@ def environment(*, device: str, plugins: Mapping[str, str]) -> dict[str, Any]:
         "device": device,
         "commit": _commit(Path(__file__).parent),
     }
+
+
+def _occupied(path: Path, holder: str) -> Problem:
+    return Problem(key="output_dir", value=path, why=f"a run is going on in it ({holder})",
+                   remedy="wait for its end or end it, or name a new output_dir")
 
 
 def _unwritable(path: Path, why: str) -> Problem:

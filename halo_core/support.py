@@ -124,9 +124,18 @@ PARALLEL_SETS: frozenset[frozenset[str]] = frozenset(
 """Which parallel axes may be larger than one together; sharding and replicas go with each of them."""
 
 KERNELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"experts": ("grouped", "reference"), "head": ("chunked", "reference")}
+    {
+        "experts": ("grouped", "reference"),
+        "head": ("chunked", "reference"),
+        "attention": ("flash", "reference"),
+        "short_conv": ("fused", "reference"),
+        "delta_rule": ("fused", "chunked", "reference"),
+    }
 )
-"""Kernel names that `kernels:` can switch, and what each can be; the first is what runs unasked."""
+"""Kernel names that `kernels:` can switch, and what each can be; the first is what runs unasked, where it can.
+
+`attention` is about flash attention alone: the others are transformers' own.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

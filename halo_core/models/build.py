@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
+from halo_core.attention import socket
 from halo_core.errors import Refused
 from halo_core.kernels.experts.weights import ExpertsKernel
 from halo_core.model_config import QUANTISATION
@@ -32,28 +33,33 @@ def build_meta(
     experts: ExpertsKernel | None = None,
     fp32_router: bool = False,
     mixer_kernels: Mapping[str, Any] | None = None,
+    attention_kernel: socket.KernelOfHead | None = None,
 ) -> PreTrainedModel:
     """Return the causal language model on the meta device, in training mode.
 
     model_config: the whole config.json; of a multimodal one the text part is built.
     dtype: of the parameters. Tensors that the model's code makes in fp32 on purpose stay in fp32.
-    attention: transformers' name of the attention implementation.
+    attention: transformers' name of the attention implementation; not read with `attention_kernel`.
     experts: the experts kernel to attach; None leaves transformers' own (for counting only).
     fp32_router: routers hold fp32 parameters and compute in fp32, whatever `dtype` is.
     mixer_kernels: kind -> kernel for layers that mix tokens otherwise than by attention, used for every batch; None for
         transformers' own functions, and the core's that run everywhere where a row holds several documents.
+    attention_kernel: head size -> the core's kernel that computes attention, in place of transformers'.
     """
     config = text_model_config(architecture, model_config)
     # Training never reads a cache; with one, transformers also stops telling packed documents apart.
     config.use_cache = False
     model_class = attribute(architecture.spec.model_class)
+    implementation = attention if attention_kernel is None else "eager"
     with torch.device("meta"):
-        model: PreTrainedModel = model_class._from_config(config, dtype=dtype, attn_implementation=attention)
+        model: PreTrainedModel = model_class._from_config(config, dtype=dtype, attn_implementation=implementation)
     _keep_fp32(model, dtype)
     if fp32_router:
         widen_routers(model, architecture)
     if experts is not None:
         sockets.attach(model, architecture, experts)
+    if attention_kernel is not None:
+        socket.attach(model, decoder_layer=architecture.spec.decoder_layer, kernel_of_head=attention_kernel)
     if mixer_kernels is None:
         mixers.attach(model, architecture)
     else:

@@ -12,7 +12,6 @@ import torch
 from halo_core.kernels.short_conv import ShortConvKernel, reference
 
 
-
 def fused_obstacle(*, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why the fused kernel cannot run, or None when it can."""
     if device.type != "cuda":

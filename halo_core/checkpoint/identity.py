@@ -26,7 +26,7 @@ HARMLESS = frozenset({
     "export_text_only", "save_sharded_ep", "enable_efficiency_metrics", "enable_moe_metrics",
     "allow_experimental", "allow_untested_transformers", "allow_warm_restart", "trust_remote_code",
     "model_name_or_path", "model_revision", "family", "gradient_checkpointing",
-    "dequantize_source",
+    "dequantize_source", "dataset_num_proc", "dataset_cache",
 })
 """Keys that change nothing a step computes: weights come from the checkpoint, the architecture is compared itself."""
 
@@ -119,10 +119,15 @@ def identity_of(
     """Return the identity of a run over `rows`, or over packs of them."""
     return Identity(
         config=plain(vars(config)),
-        plan={**{key: plain(getattr(plan, key)) for key in PLAN}, DEGREES: plain(vars(plan.degrees))},
+        plan=plan_of(plan),
         data=data_of(rows),
         environment=plain(environment),
     )
+
+
+def plan_of(plan: RunPlan) -> dict[str, Any]:
+    """Return what of a plan makes a run that run, and the sizes of its mesh."""
+    return {**{key: plain(getattr(plan, key)) for key in PLAN}, DEGREES: plain(vars(plan.degrees))}
 
 
 def plain(value: Any) -> Any:

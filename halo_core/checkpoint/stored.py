@@ -6,7 +6,6 @@ torch.distributed.checkpoint's safetensors files, so what `HuggingFaceStorageWri
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,10 +17,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from halo_core.checkpoint import parts_note
 from halo_core.checkpoint.pieces import Piece, local, overlap, piece_of, whole
-from halo_core.checkpoint.tensors import OFFSETS, PARTS, SHAPE, TORCH_DTYPES
+from halo_core.checkpoint.tensors import TORCH_DTYPES
 from halo_core.errors import Problem, Refused
-from halo_core.models.safetensors_files import metadata_of, read_file
+from halo_core.models.safetensors_files import read_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +90,10 @@ class StoredTensors:
         found: dict[str, list[tuple[Path, torch.dtype, Piece, tuple[int, ...] | None]]] = {}
         for path in files:
             file = read_file(path)
-            parts = json.loads(metadata_of(file.head).get(PARTS, "{}"))
+            parts = parts_note.read(file.head)
             for tensor in file.tensors:
-                part = parts.get(tensor.key)
-                offset = (0,) * len(tensor.shape) if part is None else tuple(part[OFFSETS])
-                shape = tensor.shape if part is None else part.get(SHAPE)
-                entry = (path, TORCH_DTYPES[tensor.dtype], Piece(offset=offset, shape=tensor.shape),
-                         None if shape is None else tuple(shape))
+                offset, shape = parts.get(tensor.key, ((0,) * len(tensor.shape), tensor.shape))
+                entry = (path, TORCH_DTYPES[tensor.dtype], Piece(offset=offset, shape=tensor.shape), shape)
                 found.setdefault(tensor.key, []).append(entry)
         problems = []
         for name, entries in found.items():

@@ -13,18 +13,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from halo_core.checkpoint import parts_note
 from halo_core.checkpoint.pieces import Piece, whole
-
-PARTS = "DCP_SHARDING_INFO"
-"""Metadata key of a file that holds parts of tensors: name -> where the part begins in the whole tensor (`OFFSETS`).
-
-Source: torch.distributed.checkpoint's own safetensors files (`_hf_utils.py`, torch 2.11 to 2.13), which its
-`HuggingFaceStorageReader` reads. Such a file names every tensor it holds, also those that are whole.
-"""
-OFFSETS = "saved_offsets"
-SHAPE = "shape"
-"""Beside `OFFSETS`, of ours: the whole's shape. Without it a missing last part would look like a smaller whole."""
-_VERSION = {"DCP_VERSION": "1.0"}
 
 _DTYPES = {
     torch.float64: "F64",
@@ -59,8 +49,7 @@ def chunks(
     """
     described = {"format": "pt", **(metadata or {})}
     if places:
-        described |= {PARTS: json.dumps({name: _part(tensor, places.get(name)) for name, tensor in tensors.items()}),
-                      **_VERSION}
+        described |= parts_note.note({name: _part(tensor, places.get(name)) for name, tensor in tensors.items()})
     header: dict[str, object] = {"__metadata__": described}
     position = 0
     for name, tensor in tensors.items():
@@ -76,6 +65,6 @@ def chunks(
             yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _part(tensor: Tensor, place: tuple[tuple[int, ...], Piece] | None) -> dict[str, object]:
+def _part(tensor: Tensor, place: tuple[tuple[int, ...], Piece] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     shape, piece = place or (tuple(tensor.shape), whole(tensor.shape))
-    return {OFFSETS: piece.offset, SHAPE: shape}
+    return piece.offset, shape

@@ -20,10 +20,10 @@ from torch.distributed.tensor import distribute_tensor
 
 from halo_core import registry
 from halo_core.checkpoint.identity import Identity
+from halo_core.checkpoint.parts_note import OFFSETS, PARTS
 from halo_core.checkpoint.pieces import local
 from halo_core.checkpoint.save import save, stored_weights
 from halo_core.checkpoint.stored import StoredTensors
-from halo_core.checkpoint.tensors import OFFSETS, PARTS
 from halo_core.errors import Refused
 from halo_core.models.safetensors_files import metadata_of, read_file
 from halo_core.models.tiny import write_tiny

@@ -134,6 +134,7 @@ def _model(checked: Checked, resolved: ResolvedPlan, parallel: Parallel) -> tupl
     config, architecture = checked.config, checked.architecture
     model = build_meta(
         architecture, checked.model_config, dtype=resolved.dtype, attention=resolved.attention,
+        attention_kernel=resolved.attention_kernel, mixer_kernels=resolved.mixer_kernels,
         experts=parallel.experts(resolved), fp32_router=config.fp32_router,
     )  # fmt: skip
     parameters = sizes_of(model, optim=config.optim).parameters

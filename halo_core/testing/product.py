@@ -52,6 +52,7 @@ def build(ready: Checked, case: Case, experts: ExpertsKernel | None = None) -> P
     resolved = runtime.resolve(ready)
     model = build_meta(
         case.architecture, ready.model_config, dtype=resolved.dtype, attention=resolved.attention,
+        attention_kernel=resolved.attention_kernel, mixer_kernels=resolved.mixer_kernels,
         experts=experts or resolved.experts_kernel, fp32_router=ready.config.fp32_router,
     )
     load_weights(model, case.folder, case.architecture)

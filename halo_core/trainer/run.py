@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from halo_core import process_group, runtime
+from halo_core.attention import socket
 from halo_core.balancing.bias_update import BiasUpdate
 from halo_core.checkpoint import agreement, find
 from halo_core.checkpoint.atomic import SaveFailed
@@ -170,7 +171,7 @@ def train(
             )
         )
         balancing = balance.bias_update(model, architecture, plan, config.router_balancing_rate, parallel.total)
-        forward = _checked_once(model) if architecture.spec.is_moe else last_hidden
+        forward = _checked_once(model)
         result = fit(
             model=model,
             model_hidden=balance.counted(forward, balancing),
@@ -245,6 +246,8 @@ def _model(
         model_config,
         dtype=resolved.dtype,
         attention=resolved.attention,
+        attention_kernel=resolved.attention_kernel,
+        mixer_kernels=resolved.mixer_kernels,
         experts=parallel.experts(resolved),
         fp32_router=checked.config.fp32_router,
     )
@@ -258,16 +261,16 @@ def _model(
 
 
 def _checked_once(model: PreTrainedModel) -> Callable[[Any, Any], Any]:
-    """Return the forward to the last hidden states; its first call checks that every socket was used.
-
-    A dense model has none attached, so there is nothing to check.
-    """
-    unchecked: Iterator[bool] = iter((hasattr(model, sockets.ATTACHED),))
+    """Return the forward to the last hidden states; its first call checks that every attached socket was used."""
+    unchecked: Iterator[bool] = iter((True,))
 
     def forward(of: Any, batch: Any) -> Any:
         hidden = last_hidden(of, batch)
         if next(unchecked, False):
-            sockets.check_called(model)
+            if hasattr(model, sockets.ATTACHED):
+                sockets.check_called(model)
+            if socket.of(model) is not None:
+                socket.check_called(model)
         return hidden
 
     return forward

@@ -33,3 +33,35 @@ def merge_ep_shards(
 
     written = merge(folder, out, load_registry(plugin))
     print(f"{written.note}: {written.folder}")
+
+
+@TOOLS.command("inspect")
+def inspect(
+    folder: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint-N folder, or a run's output_dir.")],
+    words: Annotated[
+        list[str], typer.Argument(metavar="[key=value ...]", help="Settings of the run, as for halo train.")
+    ] = [],  # noqa: B006
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="RUN.yaml", help="Say whether this run can go on from it here.")
+    ] = None,
+    nproc: Annotated[int, typer.Option("--nproc", "-n", help="Number of processes of that run.")] = 1,
+    family: Annotated[str | None, typer.Option("--family", "-f", help="The model family of that run.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Compare names and sizes, and no checksums.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+    plugin: Annotated[
+        list[Path], typer.Option("--plugin", metavar="FILE.py", help="Load this plugin file as well.")
+    ] = [],  # noqa: B006
+) -> None:
+    """Say what a checkpoint holds, whether it is whole, and whether a run can go on from it and why not."""
+    from halo_core.cli.inspect import run
+
+    run(
+        folder,
+        config=config,
+        overrides=tuple(words),
+        nproc=nproc,
+        family=family,
+        quick=quick,
+        as_json=as_json,
+        plugin_files=tuple(plugin),
+    )

@@ -58,11 +58,20 @@ _CONSTANT = ("lr_scheduler_type", ("constant",))
 _PACKING = Word(choices=("bfd", "bfd_split", "wrapped"), aliases={"bfd-requeue": "bfd_split"})
 _FILE_AS_PATH = ("Halo chooses the reader by the file's name", "give the file or folder itself as path")
 _DATASETS = DatasetList(
-    fields={"path": _TEXT, "name": _TEXT, "config": _TEXT, "split": _TEXT, "columns": _TEXTS},
+    fields={
+        "path": _TEXT, "name": _TEXT, "config": _TEXT, "split": _TEXT, "columns": _TEXTS, "weight": Real(above=0.0),
+    },
     refused={
         "data_files": _FILE_AS_PATH, "data_dir": _FILE_AS_PATH,
-        "fraction": ("Halo takes every row of a data set", "make a data set with the rows you want"),
+        "fraction": ("the part of its rows that an epoch sees has another name here", "write weight: 0.5"),
     },
+)
+_EVALUATED = dataclasses.replace(
+    _DATASETS,
+    may_be_one=True,
+    fields={name: kind for name, kind in _DATASETS.fields.items() if name != "weight"},
+    refused={**_DATASETS.refused, **dict.fromkeys(
+        ("weight", "fraction"), ("evaluation sees every row of a set exactly once", "leave it out"))},
 )
 
 _model = partial(key, area="Model")
@@ -115,15 +124,21 @@ class RunConfig:
     # Data
     dataset_name: str | None = _data(
         None, Optional(kind=_TEXT), reader="data",
-        meaning="a .jsonl, .json, .parquet or .csv file, a `save_to_disk` folder, or a hub id (`dataset` for short)")
+        meaning="a .jsonl, .json, .parquet or .csv file, a folder of such files, of `save_to_disk` or of "
+        "`halo data prepare`, or a hub id (`dataset` for short)")
     dataset_config: str | None = _data(None, Optional(kind=_TEXT), "configuration of a hub data set", reader="data")
     dataset_train_split: str = _data("train", _TEXT, "split to train on", reader="data")
     dataset_test_split: str = _data("test", _TEXT, "split to evaluate on", reader="data")
     datasets: tuple[Mapping[str, Any], ...] | None = _data(
-        None, Optional(kind=_DATASETS), "several data sets, one after the other, instead of dataset_name",
-        reader="data")
+        None, Optional(kind=_DATASETS), reader="data",
+        meaning="several data sets instead of dataset_name; `weight` is how often an epoch sees each row of one")
     eval_dataset: str | tuple[Mapping[str, Any], ...] | None = _data(
-        None, Optional(kind=dataclasses.replace(_DATASETS, may_be_one=True)), "rows of their own to evaluate on",
+        None, Optional(kind=_EVALUATED), "rows of their own to evaluate on", reader="data")
+    dataset_num_proc: int | None = _data(
+        None, Optional(kind=_SIZE), "processes that render and tokenise rows; null: this one alone", reader="data",
+        unit="processes")
+    dataset_cache: bool = _data(
+        True, _BOOLEAN, "keep tokenised rows of files in $HALO_CACHE (~/.cache/halo) for the next start",
         reader="data")
     max_length: int | None = _data(
         1024, Optional(kind=Whole(low=2)), "longest row; what is longer follows `overlong`; null sets no limit",

@@ -35,6 +35,7 @@ RENAMED = table(
     same("adam_epsilon", "adam_eps"),
     same("max_grad_norm", "gradient_clipping clip_grad grad_clip"),
     same("packing", "sample_packing"),
+    same("dataset_num_proc", "dataset_processes"),
     same("eval_packing", "eval_sample_packing"),
     same("attn_implementation", "flash_attn_implementation"),
     same("lora_r", "lora_rank"),
@@ -72,9 +73,13 @@ SETTLED = table(
         "expert_parallel_size, expert_tensor_parallel_size, context_parallel_size",
         "tensor_parallel_size tp_size pipeline_parallel_size pp_size",
     ),
+    only(
+        "false", "", "rows are kept by their contents, so none of them is ever out of date", "dataset_cache: false",
+        "overwrite_cache",
+    ),
     moot(
-        "rows are prepared once, in this process",
-        "overwrite_cache dataset_prepared_path dataset_processes dataset_keep_in_memory use_fast_tokenizer "
+        "rows are tokenised once, and kept by their contents for the next start",
+        "dataset_prepared_path dataset_keep_in_memory use_fast_tokenizer "
         "use_fast tokenizer_backend shuffle_merged_datasets ep_lazy_loading max_concurrent_loading "
         "low_cpu_mem_usage",
     ),
@@ -98,9 +103,13 @@ REFUSED = table(
         "prompt_template tools_field images_field text_column messages_column prompt_field completion_field",
     ),
     gone(
-        "a data set is taken whole", "make a data set with the rows you want",
-        "dataset_ratio max_samples dataset_fraction max_train_samples max_eval_samples num_eval_examples "
-        "mix_strategy interleave_probs",
+        "how often an epoch sees the rows of a set is its weight",
+        "give each data set its weight: datasets: [{path: NAME, weight: 0.5}, ...]",
+        "dataset_ratio dataset_fraction mix_strategy interleave_probs",
+    ),
+    gone(
+        "a data set is taken whole", "make a data set with the rows you want, or datasets: [{path: NAME, weight: 0.5}]",
+        "max_samples max_train_samples max_eval_samples num_eval_examples",
     ),
     gone(
         "Halo does not split a data set", "give eval_dataset, or dataset_test_split",

@@ -34,6 +34,7 @@ RENAMED = table(
     same("use_liger_kernel", "use_liger"),
     same("dataset_train_split", "train_split"),
     same("dataset_test_split", "test_split eval_split"),
+    same("dataset_num_proc", "preprocessing_num_workers num_proc"),
 )
 
 SETTLED = table(
@@ -107,9 +108,9 @@ SETTLED = table(
     moot("rows are shuffled anew in each epoch, by data_seed", "shuffle_dataset"),
     moot(
         _PREPARED,
-        "dataset_num_proc dataset_batch_size dataloader_num_workers dataloader_pin_memory "
+        "dataset_batch_size dataloader_num_workers dataloader_pin_memory "
         "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context "
-        "dataloader_in_order preprocessing_num_workers",
+        "dataloader_in_order",
     ),
     moot("Halo reads the columns of a row's kind and no others", "remove_unused_columns"),
     moot("evaluation follows eval_strategy", "do_eval"),
@@ -237,7 +238,7 @@ REFUSED = table(
     ),
     gone(
         "a list of data sets has its own key",
-        "datasets: [{path: NAME, split: SPLIT}, ...]; whole data sets, no shares",
+        "datasets: [{path: NAME, split: SPLIT, weight: 0.5}, ...]; weight is how often an epoch sees each row",
         "dataset_mixer dataset_mixture dataset_splits dataset_configs",
     ),
     gone("Halo does not split a data set", "give eval_dataset, or dataset_test_split", "test_split_size"),

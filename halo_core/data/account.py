@@ -20,6 +20,14 @@ class Dropped:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Repeated:
+    """What an epoch sees again of rows that it has seen: how many times a row comes once more, and their tokens."""
+
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class PackingAccount:
     """What packing made of the kept rows of a split.
 
@@ -68,9 +76,10 @@ class SplitAccount:
     """One set of rows, for training or evaluation.
 
     `rows_read` = `rows` + rows of all `dropped`; `tokens_read` = `tokens` + `cut_tokens` + tokens of all `dropped` +
-    those that packing left out. `tokens` are what one epoch trains on, `supervised_tokens` the targets of the loss;
-    these and `lost_targets`, reason -> count, are all the tokens to be learnt. `kinds`: kind of row -> (rows kept, what
-    of them is learnt). `notes`: what a person should know -> rows it concerns. `packing`: where the rows are packed.
+    those that packing left out - those of `repeated`, reason -> rows seen more than once. `tokens` are what one epoch
+    trains on, `supervised_tokens` the targets of the loss; these and `lost_targets`, reason -> count, are all the
+    tokens to be learnt. `kinds`: kind of row -> (rows kept, what of them is learnt). `notes`: what a person should know
+    -> rows it concerns. `packing`: where the rows are packed.
     """
 
     name: str
@@ -88,6 +97,7 @@ class SplitAccount:
     kinds: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     notes: Mapping[str, int] = field(default_factory=dict)
     lost_targets: Mapping[str, int] = field(default_factory=dict)
+    repeated: Mapping[str, Repeated] = field(default_factory=dict)
     packing: PackingAccount | None = None
 
     def without_targets(self, count: int, reason: str) -> SplitAccount:
@@ -108,9 +118,14 @@ class SplitAccount:
         ]
         for reason, dropped in self.dropped.items():
             tokens = f", {_count(dropped.tokens, 'token')}" if dropped.tokens else ""
-            lines.append(f"  dropped: {_count(dropped.rows, 'row')}{tokens}: {reason} (first: {dropped.first})")
+            first = f" (first: {dropped.first})" if dropped.first else ""
+            lines.append(f"  dropped: {_count(dropped.rows, 'row')}{tokens}: {reason}{first}")
         if self.cut_rows:
             lines.append(f"  cut: {_count(self.cut_rows, 'row')} at max_length, {_count(self.cut_tokens, 'token')}")
+        lines += [
+            f"  repeated: {_count(more.rows, 'row')} more in each epoch, {_count(more.tokens, 'token')}: {reason}"
+            for reason, more in self.repeated.items()
+        ]
         lines.append(
             f"  tokens: {self.tokens_read} read, {self.tokens} kept, {self.supervised_tokens} supervised "
             f"({self.supervised_share:.1%}); longest row {self.longest}"
@@ -147,6 +162,10 @@ class SplitAccount:
             "kinds": {kind: {"rows": rows, "learnt": what} for kind, (rows, what) in self.kinds.items()},
             "notes": dict(self.notes),
             "lost_targets": dict(self.lost_targets),
+            "repeated": {
+                reason: {"rows": repeated.rows, "tokens": repeated.tokens}
+                for reason, repeated in self.repeated.items()
+            },
             "packing": self.packing.as_dict() if self.packing else None,
         }
 

@@ -6,6 +6,8 @@ Not for reading a file's format (`read.py`) nor for judging rows (`examples.py`)
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
@@ -14,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from halo_core import hub
 from halo_core.config import RunConfig
-from halo_core.data.read import EXTENSIONS, Record, only, read_file, read_rows
+from halo_core.data.read import EXTENSIONS, Record, only, read_file, read_rows, rows_in
 from halo_core.errors import Problem, Refused
 
 if TYPE_CHECKING:
     import datasets
 
-_ENTRY_KEYS = ("path", "split", "config", "name", "columns")
+PREPARED = "prepared.json"
+"""What a folder of `halo data prepare` is known by."""
+_ENTRY_KEYS = ("path", "split", "config", "name", "columns", "weight")
 _SPLIT_WORDS = {
     "train": ("train", "training"),
     "test": ("test", "testing", "eval", "evaluation"),
@@ -32,11 +36,19 @@ _METADATA_FILES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One place to read rows from: `records()` starts reading it anew each time."""
+    """One place to read rows from: `records()` starts reading it anew each time.
+
+    key: the configuration's key that names it. weight: how often an epoch sees each of its rows. count: the number of
+    its rows where that is quickly told, for a bar. digest: 32 hexadecimal digits that are equal exactly when what would
+    be read is, or None where nobody can tell without reading the rows; it takes the time of reading the bytes.
+    """
 
     key: str
     name: str
     records: Callable[[], Iterator[Record]]
+    weight: float = 1.0
+    count: Callable[[], int | None] = lambda: None
+    digest: Callable[[], str | None] = lambda: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +61,7 @@ class _Entry:
     split_key: str
     config: str | None = None
     columns: tuple[str, ...] | None = None
+    weight: float = 1.0
 
 
 def training_sources(config: RunConfig, rows: Iterable[Mapping[str, Any]] | None = None) -> list[Source]:
@@ -62,7 +75,7 @@ def training_sources(config: RunConfig, rows: Iterable[Mapping[str, Any]] | None
         if len(kept) == 0:
             raise Refused(Problem(key="rows", value="[]", why="there is no row", remedy="give at least one row"))
         _refuse_media_features(kept, "rows", "rows")
-        return [Source(key="rows", name="rows", records=lambda: read_rows(kept, "rows"))]
+        return [Source(key="rows", name="rows", records=lambda: read_rows(kept, "rows"), count=lambda: len(kept))]
     if config.datasets and config.dataset_name:
         why = "dataset_name and datasets both name the training rows"
         remedy = "leave dataset_name out, or make it one more entry of datasets"
@@ -94,7 +107,13 @@ def evaluation_sources(config: RunConfig, rows_in_memory: bool = False) -> list[
         return None
     split = config.dataset_test_split
     if config.eval_dataset:
-        return _sources_of(config.eval_dataset, "eval_dataset", split, "dataset_test_split", config.dataset_config)
+        sources = _sources_of(config.eval_dataset, "eval_dataset", split, "dataset_test_split", config.dataset_config)
+        weighted = [source for source in sources if source.weight != 1.0]
+        if weighted:
+            why = "evaluation sees every row exactly once"
+            raise Refused(Problem(key=f"{weighted[0].key}.weight", value=weighted[0].weight, why=why,
+                                  remedy="leave weight out"))  # fmt: skip
+        return sources
     if rows_in_memory or not isinstance(config.dataset_name, str):
         why = "evaluation is asked for and no evaluation rows are named"
         remedy = "give eval_dataset, or eval_strategy: no"
@@ -131,6 +150,10 @@ def _entry(item: Any, key: str, split: str, split_key: str, config_name: str | N
     columns = item.get("columns")
     if columns is not None and not (isinstance(columns, list | tuple) and all(isinstance(c, str) for c in columns)):
         raise Refused(Problem(key=f"{key}.columns", value=columns, why="not a list of names", remedy="[messages]"))
+    weight = item.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.0 < weight < float("inf"):
+        why = "a weight is how often an epoch sees each row"
+        raise Refused(Problem(key=f"{key}.weight", value=weight, why=why, remedy="give a number above 0"))
     return _Entry(
         key=key,
         path=item["path"],
@@ -138,6 +161,7 @@ def _entry(item: Any, key: str, split: str, split_key: str, config_name: str | N
         split_key=f"{key}.split" if item.get("split") else split_key,
         config=item.get("config") or item.get("name") or config_name,
         columns=tuple(columns) if columns is not None else None,
+        weight=float(weight),
     )
 
 
@@ -148,6 +172,10 @@ def _opened(entry: _Entry) -> list[Source]:
         _refuse_other_splits(entry)
         return [_file_source(entry, path, entry.path)]
     if path.is_dir():
+        if is_prepared(path):
+            why = "it is a folder of `halo data prepare`, which stands for all the rows of a run"
+            remedy = "name it by dataset_name alone"
+            raise Refused(Problem(key=entry.key, value=entry.path, why=why, remedy=remedy))
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             return [_saved_source(entry, path)]
         if entry.config is None:
@@ -173,7 +201,31 @@ def _file_source(entry: _Entry, path: Path, shown: str) -> Source:
         found = read_file(path, shown, entry.key)
         return found if columns is None else only(found, columns)
 
-    return Source(key=entry.key, name=shown, records=records)
+    return Source(
+        key=entry.key,
+        name=shown,
+        records=records,
+        weight=entry.weight,
+        count=lambda: rows_in(path),
+        digest=lambda: _digest([path], path.suffix.lower(), columns),
+    )
+
+
+def is_prepared(path: Path) -> bool:
+    """Return whether a folder was written by `halo data prepare`."""
+    return (path / PREPARED).is_file()
+
+
+def _digest(files: Iterable[Path], *also: object) -> str | None:
+    """Return one digest of the contents of files and of what else decides what is read; None where one is not there."""
+    total = hashlib.blake2b(json.dumps(also, default=str).encode(), digest_size=16)
+    try:
+        for path in files:
+            with path.open("rb") as file:
+                total.update(hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest())
+    except OSError:
+        return None  # reading the rows says so, in its own words
+    return total.hexdigest()
 
 
 def _refuse_other_splits(entry: _Entry) -> None:
@@ -265,7 +317,17 @@ def _dataset_source(entry: _Entry, loaded: datasets.Dataset) -> Source:
     if len(loaded) == 0:
         why = f"the split {entry.split} is empty"
         raise Refused(Problem(key=entry.key, value=entry.path, why=why, remedy="give a split with at least one row"))
-    return Source(key=entry.key, name=entry.path, records=lambda: read_rows(loaded, entry.path))
+    files = [Path(file["filename"]) for file in loaded.cache_files]
+    # Rows in memory have no files; a part of a set has the files of the whole and a fingerprint of its own.
+    what = (loaded._fingerprint, len(loaded), loaded.column_names)
+    return Source(
+        key=entry.key,
+        name=entry.path,
+        records=lambda: read_rows(loaded, entry.path),
+        weight=entry.weight,
+        count=lambda: len(loaded),
+        digest=lambda: _digest(files, *what) if files else None,
+    )
 
 
 def _refuse_media_features(rows: Any, key: str, shown: str) -> None:

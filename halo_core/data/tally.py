@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from halo_core.data.account import Dropped, SplitAccount
+from halo_core.data.account import Dropped, Repeated, SplitAccount
 from halo_core.data.examples import EXPECTED, Kind, Media, NoKind, RowFault, hint_for
 from halo_core.data.read import Record
 from halo_core.errors import Problem
@@ -36,7 +36,6 @@ class Tally:
     keys: dict[str, str] = field(default_factory=dict)
     dropped: dict[str, Dropped] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
-    kept: dict[str, int] = field(default_factory=dict)
 
     @property
     def refuses(self) -> bool:
@@ -74,6 +73,10 @@ class Tally:
         known = self.dropped.get(reason, Dropped(rows=0, tokens=0, first=first))
         self.dropped[reason] = Dropped(rows=known.rows + 1, tokens=known.tokens + tokens, first=known.first)
 
+    def drop_many(self, reason: str, rows: int, tokens: int) -> None:
+        """Count rows dropped together, which need no place of their own."""
+        self.dropped[reason] = Dropped(rows=rows, tokens=tokens, first="")
+
     def note(self, text: str) -> None:
         """Count a row about which a person should know something."""
         self.notes[text] = self.notes.get(text, 0) + 1
@@ -87,24 +90,27 @@ class Tally:
         cut_rows: int,
         cut_tokens: int,
         longest: int,
-        learnt: Mapping[str, str],
+        kinds: Mapping[str, tuple[int, str]],
+        repeated: Mapping[str, Repeated],
     ) -> SplitAccount:
-        """Return the account; the arguments are what was kept, `learnt` what is learnt of each kind of row."""
+        """Return the account; the arguments are what was kept, as in `SplitAccount`."""
+        again = sum(more.tokens for more in repeated.values())
         return SplitAccount(
             name=self.name,
             sources=dict(self.sources),
             rows_read=self.rows_read,
             blank_lines=self.blank_lines,
             rows=rows,
-            tokens_read=tokens + cut_tokens + sum(dropped.tokens for dropped in self.dropped.values()),
+            tokens_read=tokens - again + cut_tokens + sum(dropped.tokens for dropped in self.dropped.values()),
             tokens=tokens,
             supervised_tokens=supervised,
             cut_rows=cut_rows,
             cut_tokens=cut_tokens,
             longest=longest,
             dropped=dict(self.dropped),
-            kinds={kind: (count, learnt[kind]) for kind, count in self.kept.items()},
+            kinds=dict(kinds),
             notes=dict(self.notes),
+            repeated=dict(repeated),
         )
 
     def problems(self) -> list[Problem]:

@@ -73,9 +73,12 @@ def test_weights_follow_updates_far_below_their_spacing_where_nearest_stands_sti
         nearest -= lr
     # A step's rounding has a variance of p (1 - p) spacing**2, at most lr times spacing (2**-8 below 1, 2**-7 above).
     deviation = math.sqrt(steps * lr * 2**-7)
-    assert float(weight.detach().double().mean()) == pytest.approx(1 - steps * lr, abs=5 * deviation / math.sqrt(number))
+    # The first moment, rounded to the nearest, stops where a tenth of what it lacks to 1 is half a spacing: 2% below.
+    short = 0.02 * steps * lr
+    found = weight.detach().double()
+    assert float(found.mean()) == pytest.approx(1 - steps * lr, abs=5 * deviation / math.sqrt(number) + short)
     assert (nearest == 1).all()
-    assert 0.5 * deviation < float(weight.detach().double().std()) < 2 * deviation, "weights spread as the bound says"
+    assert 0.5 * deviation < float(found.std()) < 2 * deviation, "weights spread as the bound says"
 
 
 def test_decay_alone_shrinks_weights_in_the_mean_as_its_power() -> None:

@@ -46,7 +46,7 @@ from halo_core.optim.groups import log_lines, trained
 from halo_core.optim.schedule import build_schedule
 from halo_core.plan import Checked
 from halo_core.sharding.sharded import Sharded
-from halo_core.trainer import balance, preflight, progress, run_folder, trackers
+from halo_core.trainer import balance, preflight, probe, progress, run_folder, trackers
 from halo_core.trainer.interrupts import Interrupts
 from halo_core.trainer.loop import FitResult, fit
 from halo_core.trainer.parallel import Parallel, build_parallel
@@ -132,6 +132,15 @@ def train(
             timeout=config.save_timeout,
         )
         model, sharded = _model(checked, resolved, parallel, model_config, folder_of_model)
+        probe.check(
+            model,
+            architecture,
+            last_hidden,
+            config,
+            attention_name=resolved.attention,
+            device=resolved.device,
+            sharded=sharded,
+        )
         optimizer = build_optimizer(model, config)
         for line in log_lines(trained(model, config)):
             say(line)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halo_core.kernels.adamw.boxes import Box
 from halo_core.kernels.adamw.chunks import Chunks, chunks
 from halo_core.kernels.adamw.noise import KEY_STEPS, MULTIPLIERS, ROUNDS
 from halo_core.kernels.adamw.parts import Part
@@ -51,7 +52,7 @@ class Fused:
     def __init__(self, *, block: int = BLOCK, warps: int = WARPS) -> None:
         self.block = block
         self.warps = warps
-        self._tables: OrderedDict[tuple[Any, ...], Chunks] = OrderedDict()
+        self._tables: OrderedDict[tuple[Any, ...], tuple[Chunks, list[Sequence[Box]]]] = OrderedDict()
         self._ones: dict[torch.device, Tensor] = {}
 
     def __call__(self, parts: Sequence[Part], scale: Tensor | None) -> None:
@@ -85,15 +86,17 @@ class Fused:
                 )  # fmt: skip
 
     def _chunks(self, parts: list[Part], straight: list[bool], device: torch.device) -> Chunks:
-        wanted = (device, self.block, tuple(part.key for part in parts), tuple(straight))
+        # Boxes are told apart by identity, so they are kept beside what was made of them.
+        boxes = [part.boxes for part in parts]
+        wanted = (device, tuple(map(id, boxes)), tuple(straight))
         if wanted not in self._tables:
-            self._tables[wanted] = chunks([part.boxes for part in parts], straight, self.block).to(device)
-            sizes = [table.count for table in self._tables.values()]
-            while sum(sizes) > KEPT_TABLES * max(sizes) and len(sizes) > 1:
+            self._tables[wanted] = chunks(boxes, straight, self.block).to(device), boxes
+            sizes = [table.count for table, _ in self._tables.values()]
+            while sum(sizes) > KEPT_TABLES * max(sizes):
                 self._tables.popitem(last=False)
                 sizes.pop(0)
         self._tables.move_to_end(wanted)
-        return self._tables[wanted]
+        return self._tables[wanted][0]
 
 
 def _rows(parts: Sequence[Part]) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -50,7 +50,7 @@ def train(
     plugin: PluginFiles = [],  # noqa: B006  typer reads the default, nobody changes it
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     parameters: Annotated[
-        bool, typer.Option("--parameters", help="With --dry-run: list every parameter, its role and its bytes.")
+        bool, typer.Option("--parameters", help="As --dry-run, and list every parameter.")
     ] = False,
 ) -> None:
     """Train: halo train [--family F] CONFIG.yaml [key=value ...]. An override replaces the file's key."""
@@ -65,7 +65,7 @@ def train(
             node_rank=node_rank,
             endpoint=rdzv_endpoint,
             plugin_files=tuple(plugin),
-            dry_run=dry_run,
+            dry_run=dry_run or parameters,
             parameters=parameters,
         ),
     )
@@ -82,6 +82,12 @@ def bench(
     layers: Annotated[int | None, typer.Option("--layers", help="Only the first so many layers.")] = None,
     seq: Annotated[int | None, typer.Option("--seq", help="Tokens of each row: max_length.")] = None,
     batch: Annotated[int | None, typer.Option("--batch", help="Rows: per_device_train_batch_size.")] = None,
+    mean_length: Annotated[
+        int | None, typer.Option("--mean-length", help="Rows of many lengths, of so many tokens in the mean.")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option("--rows", min=1, help="How many of those are timed, each once, in place of --steps.")
+    ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps that are timed.")] = 5,
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="Optimizer steps before them.")] = 3,
     nproc: Annotated[int, typer.Option("--nproc", "-n", help="Number of processes on this machine.")] = 1,
@@ -99,6 +105,8 @@ def bench(
             layers=layers,
             seq=seq,
             batch=batch,
+            mean_length=mean_length,
+            rows=rows,
             steps=steps,
             warmup=warmup,
             nproc=nproc,

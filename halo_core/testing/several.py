@@ -6,7 +6,7 @@ Not for single collectives or for what one process computes. Each rank is a fork
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,12 @@ ROWS = tuple(
 
 
 def trained(
-    registry: Registry, case: Case, keys: Mapping[str, Any], world: int, folder: Path
+    registry: Registry,
+    case: Case,
+    keys: Mapping[str, Any],
+    world: int,
+    folder: Path,
+    rows: Sequence[Mapping[str, Any]] = ROWS,
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Return the metrics rows and the exported tensors of a run by `world` processes on the case's model.
 
@@ -45,6 +50,6 @@ def trained(
         "gradient_accumulation_steps": 2, "save_strategy": "no", "attn_implementation": "eager", **keys,
     }
     checked = plan.build(configuration.read(None, given=given), registry, nproc=world)
-    ranks.run(world, lambda: train(checked, rows=ROWS, say=lambda text: None) and None)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return rows, load_file(folder / "model.safetensors")
+    ranks.run(world, lambda: train(checked, rows=rows, say=lambda text: None) and None)
+    log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return log, load_file(folder / "model.safetensors")

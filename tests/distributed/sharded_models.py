@@ -37,13 +37,19 @@ def degrees(sizes: Mapping[str, int]) -> Degrees:
     return Degrees(**{axis: sizes.get(axis, 1) for axis in AXES})
 
 
-def built(architecture: Architecture, folder: Path, sizes: Mapping[str, int], load: bool = True) -> tuple[Any, Any]:
+def built(
+    architecture: Architecture,
+    folder: Path,
+    sizes: Mapping[str, int],
+    load: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Any, Any]:
     """Return the folder's model cut by `sizes`, and what a training step asks of it (None for one process)."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kernel: Any = reference
     sharded = None
     if process_group.world() == 1:
-        model = build_meta(architecture, config, dtype=torch.float32, experts=kernel)
+        model = build_meta(architecture, config, dtype=dtype, experts=kernel)
     else:
         topology = Topology(degrees=degrees(sizes), rank=dist.get_rank())
         meshes = build_meshes(topology, "cpu")
@@ -51,7 +57,7 @@ def built(architecture: Architecture, folder: Path, sizes: Mapping[str, int], lo
             kernel = ParallelExperts(
                 dispatcher=AllToAll(group=meshes.ep.get_group(), num_experts=EXPERTS), compute=reference
             )
-        model = build_meta(architecture, config, dtype=torch.float32, experts=kernel)
+        model = build_meta(architecture, config, dtype=dtype, experts=kernel)
         modules = dict(sockets.experts_modules(model, architecture))
         sharded = shard(model, architecture, topology, meshes, experts=modules)
     if load:

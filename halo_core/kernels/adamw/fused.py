@@ -28,8 +28,8 @@ BLOCK = 2048
 WARPS = 8
 ALIGNMENT = 16
 """Bytes that one thread reads at once."""
-KEPT_TABLES = 4
-"""Chunks are kept for several choices of parameters, up to this multiple of the largest."""
+KEPT_CHUNKS = 8_000_000
+"""Chunks that are kept for later steps, over all choices of parameters: 256 MB, or 16 billion elements."""
 
 _EXACT, _ROUNDED, _MASTER = 0, 1, 2
 _RULES = {"exact": _EXACT, "rounded": _ROUNDED, "master": _MASTER}
@@ -92,7 +92,7 @@ class Fused:
         if wanted not in self._tables:
             self._tables[wanted] = chunks(boxes, straight, self.block).to(device), boxes
             sizes = [table.count for table, _ in self._tables.values()]
-            while sum(sizes) > KEPT_TABLES * max(sizes):
+            while sum(sizes) > KEPT_CHUNKS and len(sizes) > 1:
                 self._tables.popitem(last=False)
                 sizes.pop(0)
         self._tables.move_to_end(wanted)

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from halo_core import registry as facts
+from halo_core.cli.data import DATA
 from halo_core.cli.endings import JobEnded
 from halo_core.cli.run import TOOLS
 from halo_core.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_MISTAKE, Problem, Refused
@@ -30,6 +31,7 @@ app = typer.Typer(
     help="Post-training for Hugging Face mixture-of-experts models: families are plugins.",
 )
 app.add_typer(TOOLS)
+app.add_typer(DATA)
 PluginFiles = Annotated[list[Path], typer.Option("--plugin", metavar="FILE.py", help="Load this plugin file as well.")]
 
 
@@ -258,7 +260,7 @@ def _help_line(words: Sequence[str]) -> str:
 
 def _our_commands() -> set[str]:
     own = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    return own | {str(TOOLS.info.name)}
+    return own | {str(TOOLS.info.name), str(DATA.info.name)}
 
 
 def _add_plugin_commands(arguments: Sequence[str]) -> None:

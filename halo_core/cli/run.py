@@ -65,3 +65,19 @@ def inspect(
         as_json=as_json,
         plugin_files=tuple(plugin),
     )
+
+
+@TOOLS.command("convert-to-bf16")
+def convert_to_bf16(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A Hugging Face folder, such as an output_dir.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write: new, or empty.")],
+    plugin: Annotated[
+        list[Path], typer.Option("--plugin", metavar="FILE.py", help="Load this plugin file as well.")
+    ] = [],  # noqa: B006
+) -> None:
+    """Write a model again with its weights in bf16; what its code keeps in fp32 stays."""
+    from halo_core.checkpoint.convert import convert_to_bf16 as convert
+    from halo_core.cli.main import load_registry
+
+    written = convert(source.expanduser(), out.expanduser(), load_registry(plugin))
+    print(f"{written.note}: {written.folder}")

@@ -33,6 +33,7 @@ from halo_core.data.collate import collate
 from halo_core.data.order import StepOrder, total_steps
 from halo_core.data.prepare import prepare
 from halo_core.data.units import units_of
+from halo_core.data.waiting import bar, silent
 from halo_core.methods.sft import Sft
 from halo_core.model_config import TINY
 from halo_core.models import packed, sockets, source
@@ -93,7 +94,9 @@ def train(
         with process_group.together():
             name = _model_name(checked, Path(scratch))
             tokenizer = load_tokenizer(name, revision=config.model_revision, trust_remote_code=config.trust_remote_code)
-            prepared = prepare(config, tokenizer, rows)
+            prepared = prepare(
+                config, tokenizer, rows, waiting=bar if process_group.rank() == 0 else silent, may_cache=True
+            )
             units = units_of(config, prepared)
         for line in units.account.text().splitlines():
             say(line)

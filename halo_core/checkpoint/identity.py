@@ -32,7 +32,8 @@ HARMLESS = frozenset({
 
 DATA = frozenset({
     "dataset_name", "dataset_config", "dataset_train_split", "datasets", "on_bad_row", "overlong", "max_length",
-    "chat_template_path", "eos_token", "pad_token", "assistant_only_loss", "completion_only_loss",
+    "chat_template_path", "eos_token", "pad_token", "assistant_only_loss", "train_on_last_assistant_only",
+    "completion_only_loss",
 })
 """Keys that only decide the rows; the rows themselves are compared, so a moved file is not another run."""
 

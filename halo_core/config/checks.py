@@ -41,6 +41,14 @@ def contradictions(config: RunConfig, given: frozenset[str]) -> Iterator[Problem
                 "over a step's micro-batches",
                 remedy=f"set {key}: {shown(wanted)}, or fsdp_reshard_after_forward: false",
             )
+    for key in ("assistant_only_loss", "completion_only_loss"):
+        if config.train_on_last_assistant_only and not getattr(config, key):
+            yield Problem(
+                key=key,
+                value=False,
+                why="this learns every token, and train_on_last_assistant_only the assistant's last message alone",
+                remedy="remove this line, or train_on_last_assistant_only",
+            )
     yield from precision.conflicts(config, given)
     if (config.packing or config.eval_packing) and config.max_length is None:
         yield Problem(

@@ -150,6 +150,8 @@ class RunConfig:
         "error", Word(choices=("error", "skip")), "what happens to rows that cannot be used", reader="data")
     assistant_only_loss: bool = _data(
         True, _BOOLEAN, "learn only what the assistant says, in `messages` rows", reader="data")
+    train_on_last_assistant_only: bool = _data(
+        False, _BOOLEAN, "learn only the last message of the assistant of each row", reader="data")
     completion_only_loss: bool = _data(
         True, NullIs(kind=_BOOLEAN, value=True), "learn only the completion, in `prompt` and `completion` rows",
         reader="data")

@@ -66,8 +66,7 @@ RUN_MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(
         feature="special_tokens",
         what="another end or padding token than the tokenizer's",
-        built=False,
-        instead="remove eos_token and pad_token, and set them in the tokenizer's own files",
+        built=True,
     ),
     Mechanism(
         feature="export_text_only",

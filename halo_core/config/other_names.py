@@ -94,7 +94,7 @@ REFUSED = table(
     gone(
         _SUPERVISION, _SUPERVISION_REMEDY,
         "train_on_inputs train_on_prompt mask_history train_on_completions_only train_on_responses_only "
-        "train_on_last_assistant_only assistant_message_template response_template instruction_template "
+        "assistant_message_template response_template instruction_template "
         "roles_to_train train_on_eos",
     ),
     gone(

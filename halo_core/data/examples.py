@@ -36,7 +36,11 @@ class RowFault(Exception):
     def __init__(self, reason: str, detail: str = "") -> None:
         self.reason = reason
         self.detail = detail
-        super().__init__(self.text())
+        # Both arguments as they are, so that a fault that travels from another process is made anew from them.
+        super().__init__(reason, detail)
+
+    def __str__(self) -> str:
+        return self.text()
 
     def text(self) -> str:
         """Return reason and detail as one line."""
@@ -172,6 +176,8 @@ def _message(value: Any, place: str) -> Message:
         raise RowFault(
             "a message with a weight", f"{place}.weight is {message['weight']!r}; weights per message are not read"
         )
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(message["tool_calls"], f"{place}.tool_calls")
     if "content" in message:
         message["content"] = _content(message["content"], f"{place}.content")
     speaks_otherwise = message.get("tool_calls") or any(message.get(field) for field in REASONING_FIELDS)
@@ -180,6 +186,44 @@ def _message(value: Any, place: str) -> Message:
     if role != "assistant" and "content" not in message:
         raise RowFault("a message without content", place)
     return message
+
+
+def _tool_calls(value: Any, place: str) -> list[Mapping[str, Any]]:
+    """Return the calls of a message, given as a list or as JSON text, fields without a value left out.
+
+    Their arguments stay as they are, an object or JSON text: an object may mean its nulls.
+    """
+    value = _from_json(value, place)
+    if not isinstance(value, list | tuple):
+        raise RowFault("wrong type", f"{place} is {_told(value)}, expected a list of calls")
+    calls: list[Mapping[str, Any]] = []
+    for index, given in enumerate(value):
+        function = given.get("function", given) if isinstance(given, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            detail = f"{place}[{index}] is {_told(given)}, expected an object with function, name and arguments"
+            raise RowFault("wrong type", detail)
+        arguments = function.get("arguments")
+        if not isinstance(arguments, str | Mapping | None):
+            detail = f"{place}[{index}]'s arguments are {_told(arguments)}, expected an object or JSON text"
+            raise RowFault("wrong type", detail)
+        calls.append(
+            {
+                key: {name: part for name, part in field.items() if part is not None} if key == "function" else field
+                for key, field in given.items()
+                if field is not None
+            }
+        )
+    return calls
+
+
+def _from_json(value: Any, place: str) -> Any:
+    """Return a value that tables keep as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise RowFault("wrong type", f"{place} is text but not JSON ({error})") from None
 
 
 def _content(value: Any, place: str) -> str:
@@ -204,11 +248,7 @@ def _tools(value: Any) -> tuple[Mapping[str, Any], ...] | None:
     """Return the tools of a row, given as a list or as JSON text (tables keep them so)."""
     if value is None or value in ("", []):
         return None
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise RowFault("wrong type", f"tools is text but not JSON ({error})") from None
+    value = _from_json(value, "tools")
     if not isinstance(value, list | tuple) or not all(isinstance(tool, Mapping) for tool in value):
         raise RowFault("wrong type", f"tools is {_told(value)}, expected a list of objects")
     return tuple(value) or None

@@ -14,7 +14,7 @@ from typing import Any
 from halo_core.config import RunConfig
 from halo_core.data.examples import Example, Kind, RowFault, columns_read, example_of
 from halo_core.data.read import Record
-from halo_core.data.spans import Supervision, assistant_supervision, completion_supervision
+from halo_core.data.spans import Supervision, assistant_supervision, completion_supervision, whole_supervision
 from halo_core.data.template import ChatTemplate, Conversation, chat_template_of
 from halo_core.data.tokens import Tokens, tokens_of
 from halo_core.errors import Problem, Refused
@@ -116,6 +116,7 @@ class Judge:
                 self.tokenizer,
                 [supervision.text for _, supervision in own],
                 [supervision.spans for _, supervision in own],
+                others=[supervision.others for _, supervision in own],
                 add_special_tokens=not chats,
             )
             for (index, _), tokens in zip(own, made, strict=True):
@@ -161,11 +162,16 @@ def _chat_supervision(template: ChatTemplate, example: Example, config: RunConfi
     )
     if example.kind == "messages":
         if config.assistant_only_loss:
-            return assistant_supervision(template, conversation)
+            return assistant_supervision(template, conversation, last_only=config.train_on_last_assistant_only)
     elif config.completion_only_loss is not False:
-        only = config.assistant_only_loss
-        return completion_supervision(template, conversation, first=len(prompt), assistant_only=only)
-    return Supervision(text=template.render(conversation), spans=None)
+        return completion_supervision(
+            template,
+            conversation,
+            first=len(prompt),
+            assistant_only=config.assistant_only_loss,
+            last_only=config.train_on_last_assistant_only,
+        )
+    return whole_supervision(template, conversation)
 
 
 def _text_supervision(example: Example, config: RunConfig, eos_token: str | None) -> Supervision:

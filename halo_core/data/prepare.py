@@ -214,11 +214,12 @@ def _count(sources: Sequence[Source]) -> int | None:
 def _learnt(config: RunConfig, has_markers: bool | None) -> dict[str, str]:
     """Return what is learnt of each kind of row, in words."""
     source = "by the template's generation markers" if has_markers else "told from renders, the template has no markers"
+    said, completion = "the assistant's turns", "the completion"
+    if config.train_on_last_assistant_only:
+        said, completion = "the last turn of the assistant", "the completion; of messages, the assistant's last"
     return {
-        "messages": f"the assistant's turns, {source}"
-        if config.assistant_only_loss
-        else "every token (assistant_only_loss: false)",
-        "prompt+completion": "the completion"
+        "messages": f"{said}, {source}" if config.assistant_only_loss else "every token (assistant_only_loss: false)",
+        "prompt+completion": completion
         if config.completion_only_loss is not False
         else "every token (completion_only_loss: false)",
         "text": "every token",

@@ -1,26 +1,32 @@
-"""The chat template of a tokenizer: which one, set up from the configuration, and rendered to text.
+"""The chat template of a tokenizer: what it writes and how, and conversations rendered to text.
 
-Not for deciding what is supervised (`spans.py`) nor for tokens (`tokens.py`).
+Not for which template it is (`tokenizer_setup.py`), for what is supervised (`spans.py`), nor for tokens (`tokens.py`).
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
 
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from halo_core.config import RunConfig
 from halo_core.data.examples import Message, RowFault
 from halo_core.errors import Problem, Refused
 
 Span = tuple[int, int]
 """Characters from the first up to, not including, the second."""
 
+Arguments: TypeAlias = Literal["both", "object", "text"]
+"""The form in which a template takes the arguments of a tool call: an object, JSON text, or both."""
+
+NOTE_ARGUMENTS = "the arguments of its tool calls are given to the template in the form that it expects"
+
+_BRACKETED = re.compile(r"<[^<>\s]+>")
 _MARKER = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
 _RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError, RecursionError)
 
@@ -41,13 +47,16 @@ class ChatTemplate:
     `has_markers`: it says itself, by generation markers, what the assistant writes. `added_tokens` are the texts of
     the tokenizer's added tokens, longest first. `header` is what it writes to open an assistant's turn, `bare_header`
     the part of it that stands before every assistant turn, `border` the added token that opens any turn; each empty
-    where the template does not show one.
+    where the template does not show one. `arguments`: the form in which it takes the arguments of tool calls.
+    `special_tokens` are the texts that the tokenizer reads as special tokens.
     """
 
     tokenizer: Any
     has_markers: bool
     writes_date: bool
     added_tokens: tuple[str, ...]
+    special_tokens: frozenset[str]
+    arguments: Arguments = "both"
     header: str = ""
     bare_header: str = ""
     border: str = ""
@@ -68,6 +77,32 @@ class ChatTemplate:
         """
         return self._rendered(conversation, generation_prompt=False, marked=True)
 
+    def fitted(self, conversation: Conversation) -> tuple[Conversation, tuple[str, ...]]:
+        """Return the conversation as this template takes it, and what a person should know of it.
+
+        Sets write the arguments of a tool call as an object or as JSON text; a template that takes only one of them
+        fails at the other, or writes it wrongly (quoted twice, in two pairs of braces).
+
+        Raises:
+            RowFault: arguments that are no JSON object, where the template takes objects.
+        """
+        if self.arguments == "both":
+            return conversation, ()
+        messages = tuple(_with_arguments(message, self.arguments) for message in conversation.messages)
+        if all(new is old for new, old in zip(messages, conversation.messages, strict=True)):
+            return conversation, ()
+        return replace(conversation, messages=messages), (NOTE_ARGUMENTS,)
+
+    def special_tokens_in(self, text: str) -> set[str]:
+        """Return the special tokens that a text spells out, which the tokenizer reads as such wherever they stand."""
+        found = {token for token in _BRACKETED.findall(text) if token in self.special_tokens}
+        return found.union(token for token in self._others_special if token in text)
+
+    @cached_property
+    def _others_special(self) -> tuple[str, ...]:
+        """The special tokens in another shape than `<...>`; by their shape the others are found in one pass."""
+        return tuple(token for token in self.special_tokens if not _BRACKETED.fullmatch(token))
+
     def _rendered(self, conversation: Conversation, *, generation_prompt: bool, marked: bool) -> tuple[str, list[Span]]:
         tools: list[Any] | None = None if conversation.tools is None else list(conversation.tools)
         # Variables of the row win over the tokenizer's own, as in apply_chat_template, which also comes down to this
@@ -87,16 +122,6 @@ class ChatTemplate:
             raise RowFault("the chat template cannot render the row", str(error).strip() or repr(error)) from error
         texts, spans = rendered
         return texts[0], [(start, end) for start, end in spans[0]] if marked else []
-
-
-def set_up_tokenizer(config: RunConfig, tokenizer: Any) -> None:
-    """Give the tokenizer the template that `chat_template_path` names, in place, so that it is saved with it.
-
-    Raises:
-        Refused: nothing is there, or no template, or one that writes tokens which the tokenizer does not have.
-    """
-    if config.chat_template_path is not None:
-        tokenizer.chat_template = _template_at(config.chat_template_path, tokenizer.get_vocab())
 
 
 def chat_template_of(tokenizer: Any, first_row: str) -> ChatTemplate:
@@ -121,6 +146,7 @@ def chat_template_of(tokenizer: Any, first_row: str) -> ChatTemplate:
         has_markers=_MARKER.search(source) is not None,
         writes_date="strftime_now" in source,
         added_tokens=tuple(added),
+        special_tokens=_special_tokens(tokenizer),
     )
     try:
         prompt = bare.render(_probe("user"), generation_prompt=True)
@@ -130,17 +156,9 @@ def chat_template_of(tokenizer: Any, first_row: str) -> ChatTemplate:
         if isinstance(cause, jinja2.TemplateSyntaxError):
             near = source.split("\n")[cause.lineno - 1].strip()
             raise Refused(_invalid(f"line {cause.lineno}: {cause.message}: {near[:200]}")) from fault
-        return bare
+        return replace(bare, arguments=_arguments_taken(bare))
     header, bare_header, border = _headers(bare, prompt)
-    return ChatTemplate(
-        tokenizer=tokenizer,
-        has_markers=bare.has_markers,
-        writes_date=bare.writes_date,
-        added_tokens=bare.added_tokens,
-        header=header,
-        bare_header=bare_header,
-        border=border,
-    )
+    return replace(bare, arguments=_arguments_taken(bare), header=header, bare_header=bare_header, border=border)
 
 
 def common_prefix(one: str, other: str) -> int:
@@ -157,6 +175,72 @@ def common_prefix(one: str, other: str) -> int:
 
 def _probe(*roles: str) -> Conversation:
     return Conversation(messages=tuple({"role": role, "content": "halo"} for role in roles))
+
+
+def _special_tokens(tokenizer: Any) -> frozenset[str]:
+    """Return the texts that the tokenizer reads as special tokens."""
+    decoder = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset({*tokenizer.all_special_tokens, *(token.content for token in decoder.values() if token.special)})
+
+
+_PROBED_ARGUMENTS = {"halo": "moon"}
+
+
+def _arguments_taken(template: ChatTemplate) -> Arguments:
+    """Return in which form the template writes the arguments of a tool call as they are meant."""
+
+    def written(arguments: Any) -> str | None:
+        call = {"type": "function", "id": "call00001", "function": {"name": "probe", "arguments": arguments}}
+        messages: tuple[Message, ...] = (
+            {"role": "user", "content": "halo"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        )
+        try:
+            return template.render(Conversation(messages=messages))
+        except RowFault:
+            return None
+
+    of_object, of_text = written(_PROBED_ARGUMENTS), written(json.dumps(_PROBED_ARGUMENTS))
+    if of_object == of_text:
+        return "both"
+    # A template that joins texts fails at an object, or writes it as Python does.
+    if of_object is None or str(_PROBED_ARGUMENTS) in of_object:
+        return "text"
+    return "object"
+
+
+def _with_arguments(message: Message, form: Arguments) -> Message:
+    """Return the message with the arguments of its tool calls in this form; the very message where they are."""
+    calls = message.get("tool_calls")
+    if not calls or message["role"] != "assistant":
+        return message
+    changed = [_call_with_arguments(call, form) for call in calls]
+    if all(new is old for new, old in zip(changed, calls, strict=True)):
+        return message
+    return {**message, "tool_calls": changed}
+
+
+def _call_with_arguments(call: Mapping[str, Any], form: Arguments) -> Mapping[str, Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if form == "text" and isinstance(arguments, Mapping):
+        given: Any = json.dumps(arguments, ensure_ascii=False)
+    elif form == "object" and isinstance(arguments, str):
+        given = _object_in(arguments, str(function.get("name")))
+    else:
+        return call
+    function = {**function, "arguments": given}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _object_in(arguments: str, name: str) -> Mapping[str, Any]:
+    try:
+        given = json.loads(arguments or "{}")
+    except ValueError as error:
+        raise RowFault("arguments of a tool call that are no JSON", f"those of {name}: {error}") from None
+    if not isinstance(given, Mapping):
+        raise RowFault("arguments of a tool call that are no object", f"those of {name}: {arguments[:60]}")
+    return given
 
 
 def _headers(template: ChatTemplate, prompt: str) -> tuple[str, str, str]:
@@ -190,34 +274,6 @@ def whole_tokens(template: ChatTemplate, text: str, end: int) -> int:
     while end > 0 and not text[end - 1].isspace() and not text.endswith(template.added_tokens, 0, end):
         end -= 1
     return end
-
-
-def _template_at(given: str, vocabulary: Mapping[str, int]) -> str:
-    """Return the template in a .jinja file, or that of another tokenizer, by its folder or hub id."""
-    path = Path(given).expanduser()
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    if not path.is_dir() and (given.startswith((".", "/", "~")) or given.count("/") > 1 or path.suffix == ".jinja"):
-        remedy = "give a .jinja file, or the folder or hub id of a tokenizer"
-        raise Refused(Problem(key="chat_template_path", value=given, why="no such file or folder", remedy=remedy))
-    from transformers import AutoTokenizer
-
-    try:
-        other = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else given)
-    except (OSError, ValueError) as error:
-        why = f"no tokenizer can be read there: {str(error).strip().splitlines()[0]}"
-        remedy = "give a .jinja file, or the folder or hub id of a tokenizer"
-        raise Refused(Problem(key="chat_template_path", value=given, why=why, remedy=remedy)) from error
-    if not other.chat_template:
-        why = "this tokenizer has no chat template"
-        raise Refused(Problem(key="chat_template_path", value=given, why=why, remedy="give a .jinja file"))
-    template = other.get_chat_template(None, None)
-    missing = [token for token in other.get_added_vocab() if token in template and token not in vocabulary]
-    if missing:
-        why = f"its template writes tokens that the model's tokenizer does not have: {', '.join(missing)}"
-        remedy = "give a .jinja file that uses the tokenizer's own tokens; adding tokens is not built yet"
-        raise Refused(Problem(key="chat_template_path", value=given, why=why, remedy=remedy, kind="not built"))
-    return str(template)
 
 
 def _invalid(why: str) -> Problem:

@@ -147,6 +147,8 @@ CONTRADICTIONS = {
             "bf16": bf16,
             "dtype": "float32",
             "optim": optim,
+            "train_on_last_assistant_only": True,
+            "assistant_only_loss": False,
         },
     ).problems
 }

@@ -17,8 +17,9 @@ from halo_core.config import RunConfig
 from halo_core.data import collate, pad_id_of, prepare
 from halo_core.data.examples import RowFault
 from halo_core.data.places import places_of
-from halo_core.data.spans import NOTE_NO_TURN_END, NOTE_REWRITTEN, NOTE_UNMARKED, assistant_supervision
+from halo_core.data.spans import assistant_supervision
 from halo_core.data.template import Conversation, chat_template_of
+from halo_core.data.verified import NOTE_NO_TURN_END, NOTE_REWRITTEN, NOTE_UNMARKED
 from halo_core.errors import Refused
 
 TRL_TEMPLATES = Path(str(find_spec("trl").origin)).parent / "chat_templates"

@@ -1,7 +1,8 @@
 """Run by a test in a process of its own: trains in forked children, kills them while they save, resumes, compares.
 
 Not a test by itself. Forking after one import of torch keeps a trial short. Three kinds of kill: a save at each of its
-file operations in turn, saves at random moments, and whole runs at random moments. Random delays are seeded.
+file operations in turn, saves at moments drawn uniformly over their measured duration, at once and beside training, and
+whole runs at random moments. Random delays are seeded.
 usage: killed_runs.py FOLDER
 """
 
@@ -21,9 +22,13 @@ from typing import Any
 import torch
 
 from halo_core.checkpoint import atomic, find, resume, rotation
-from halo_core.checkpoint.save import save
+from halo_core.checkpoint.save import capture
+from halo_core.checkpoint.saver import Saver
 
-RANDOM_SAVES = 20
+SAVES = 50
+"""Killed saves of each kind."""
+MEASURED = 5
+"""Saves whose median is the duration."""
 RANDOM_RUNS = 2
 MOST_KILLS = 4
 """Kills of one run after which it may end."""
@@ -118,7 +123,20 @@ def same(folder: Path, reference: dict[str, Any]) -> None:
     assert left == ["checkpoint-3", "checkpoint-4"], left
 
 
-def saver(whole: Path) -> Callable[[Path], None]:
+def fresh(folder: Path, whole: Path) -> Callable[[], Path]:
+    """Return a function that gives back `folder` with checkpoints 1 and 2 of the whole run in it."""
+
+    def prepare() -> Path:
+        shutil.rmtree(folder / "checkpoint-3", ignore_errors=True)
+        for step in (1, 2):
+            if not (folder / f"checkpoint-{step}").exists():
+                shutil.copytree(whole / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+        return folder
+
+    return prepare
+
+
+def saver(whole: Path, *, beside: bool = False) -> Callable[[Path], None]:
     """Return a function that saves checkpoint-3 of the whole run into a folder, as the loop does, without training."""
     checkpoint = find.find(str(whole / "checkpoint-3"), whole)
     assert checkpoint is not None
@@ -129,11 +147,52 @@ def saver(whole: Path) -> Callable[[Path], None]:
 
     def save_into(folder: Path) -> None:
         resume.load_random(checkpoint)  # here, because Python seeds its generator anew in a forked child
-        newest = save(folder, step=3, model=model, optimizer=optimizer, progress=checkpoint.progress,
-                      identity=checkpoint.identity)
-        rotation.rotate(folder, limit=2, keep=[newest])
+
+        def rotate(newest: Path, group: object) -> None:
+            rotation.rotate(folder, limit=2, keep=[newest])
+
+        captured = capture(folder, step=3, model=model, optimizer=optimizer, progress=checkpoint.progress,
+                           identity=checkpoint.identity)
+        with Saver(beside=beside, timeout=60.0) as saver:
+            saver.begin(captured, rotate)
+            saver.taken()
 
     return save_into
+
+
+def begun(act: Callable[[], None]) -> tuple[int, int]:
+    """Return a child that is just about to `act`, and a pipe that its end closes."""
+    told, tell = os.pipe()
+    child = forked(lambda: (os.write(tell, b"!"), act()))  # type: ignore[arg-type, return-value]
+    os.close(tell)
+    assert os.read(told, 1) == b"!"
+    return child, told
+
+
+def killed_uniformly(save_into: Callable[[Path], None], prepare: Callable[[], Path], whole: Path,
+                     draw: random.Random) -> tuple[float, int, list[int]]:
+    """Kill saves at instants drawn over their duration; return it, how many were cut in two, and what was newest."""
+    durations = []
+    for _ in range(MEASURED):
+        folder = prepare()
+        child, pipe = begun(lambda folder=folder: save_into(folder))  # type: ignore[misc]
+        began = time.monotonic()
+        assert os.read(pipe, 1) == b""
+        durations.append(time.monotonic() - began)
+        os.close(pipe)
+        assert outcome(child) == 0 and newest_is_whole(folder, whole, (3,)) == 3
+    duration = sorted(durations)[MEASURED // 2]
+    cut, newest = 0, []
+    for _ in range(SAVES):
+        folder = prepare()
+        child, pipe = begun(lambda folder=folder: save_into(folder))  # type: ignore[misc]
+        time.sleep(draw.uniform(0.0, duration))
+        os.kill(child, signal.SIGKILL)
+        outcome(child)
+        os.close(pipe)
+        cut += any(path.suffix == atomic.PARTIAL for path in folder.iterdir())
+        newest.append(newest_is_whole(folder, whole, (2, 3)))
+    return duration, cut, newest
 
 
 def newest_is_whole(folder: Path, whole: Path, steps: tuple[int, ...]) -> int:
@@ -178,18 +237,13 @@ def main(root: Path) -> None:
     assert len(steps) > 20 and steps[0] == 2 and steps[-1] == 3 and steps == sorted(steps), steps
 
     draw = random.Random(5)
-    folder = prepared("again-and-again")
-    for _ in range(RANDOM_SAVES):
-
-        def endless(folder: Path = folder) -> None:
-            while True:
-                save_into(folder)
-
-        child = forked(endless)
-        time.sleep(draw.uniform(0.0, 0.1))
-        os.kill(child, signal.SIGKILL)
-        assert outcome(child) == 9
-        newest_is_whole(folder, whole, (2, 3))
+    said = []
+    for beside in (False, True):
+        prepare = fresh(root / f"uniform-{beside}", whole)
+        duration, cut, newest = killed_uniformly(saver(whole, beside=beside), prepare, whole, draw)
+        assert cut >= SAVES // 5, f"only {cut} of {SAVES} kills hit a save in its middle"
+        said.append(f"{SAVES} saves {'beside training' if beside else 'at once'} over {1000 * duration:.1f} ms each, "
+                    f"{cut} cut in two, {newest.count(3)} published")
 
     kills = 0
     for trial in range(RANDOM_RUNS):
@@ -204,7 +258,7 @@ def main(root: Path) -> None:
         else:
             assert outcome(forked(lambda folder=folder: train(folder, limit=2))) == 0  # type: ignore[misc]
         same(folder, reference)
-    print(f"killed a save at {len(steps) - 1} operations and {RANDOM_SAVES} random moments, runs at {kills}: all equal")
+    print(f"killed a save at {len(steps) - 1} operations; {'; '.join(said)}; runs at {kills} moments: all equal")
 
 
 if __name__ == "__main__":

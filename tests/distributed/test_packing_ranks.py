@@ -76,14 +76,14 @@ def evaluated(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("keys", [
     {}, {"padding_free": True}, {"packing": True}, {"packing": True, "padding_free": True},
-    {"packing": True, "eval_packing": False},
-], ids=["rows", "flat rows", "packs", "flat packs", "packs, rows evaluated"])  # fmt: skip
+    {"packing": True, "eval_packing": False}, {"packing": True, "padding_free": True, "expert_parallel_size": 2},
+], ids=["rows", "flat rows", "packs", "flat packs", "packs, rows evaluated", "flat packs, shared experts"])  # fmt: skip
 def test_four_ranks_end_and_see_every_row_of_seven_once_an_epoch_and_three_once_an_evaluation(
     keys: dict[str, Any], evaluated: dict[str, Any], tmp_path: Path
 ) -> None:
     four, one = tmp_path / "four", tmp_path / "one"
     seen = ran(four, 4, {**keys, **evaluated})
-    alone = ran(one, 1, {**keys, **evaluated})
+    alone = ran(one, 1, {**keys, **evaluated, "expert_parallel_size": 1})
     assert [len(steps) for steps in seen] == [2] * 4, "ranks took different numbers of steps"
     for step, window in enumerate(alone[0]):
         assert sorted(window) == list(range(7))

@@ -34,6 +34,7 @@ def export_parts(
     degrees: Mapping[str, int],
     step: int,
     tokenizer_folder: Path | None = None,
+    special_ids: Mapping[str, int] | None = None,
     text_only: bool = False,
 ) -> Exported:
     """Write `model` into `output_dir/ep-shards`, every element once, and return what was written. A collective.
@@ -48,7 +49,7 @@ def export_parts(
         SaveFailed: on every process, when one has too little space or its file system refuses; nothing is left behind.
     """
     with process_group.together():
-        draft = read_draft(model, architecture, source_folder, output_dir, tokenizer_folder, text_only)
+        draft = read_draft(model, architecture, source_folder, output_dir, tokenizer_folder, special_ids, text_only)
         files = source_files(source_folder)
     check_same_source(draft)
     sharing = agreement.sharing(output_dir)

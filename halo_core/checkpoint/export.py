@@ -23,6 +23,7 @@ from halo_core.checkpoint import agreement, export_files
 from halo_core.checkpoint.atomic import SaveFailed
 from halo_core.checkpoint.export_files import CONFIG_FILE, Companion, NewFile, SourceTensors
 from halo_core.checkpoint.full_tensors import WRITER, FullTensors, Gathered
+from halo_core.checkpoint.special_tokens import with_special_tokens
 from halo_core.errors import Problem, Refused
 from halo_core.model_config import stored_as
 from halo_core.models.layout import Layout, read_layout
@@ -73,12 +74,14 @@ def export(
     output_dir: Path,
     *,
     tokenizer_folder: Path | None = None,
+    special_ids: Mapping[str, int] | None = None,
     text_only: bool = False,
 ) -> Exported:
     """Write `model` into `output_dir` and return what was written. A collective: rank 0 writes, the others send.
 
     source_folder: the folder the weights were loaded from. output_dir: may hold other files; they are left alone.
     tokenizer_folder: whose tokenizer files and chat template replace the source's.
+    special_ids: `eos_token_id` and `pad_token_id` that take the place of the source's in its configurations.
     text_only: write the language model's own class in place of the multimodal one that wraps it in the source.
 
     One file after another is written, so that besides the model only a few tensors are in memory. The folder counts
@@ -90,7 +93,7 @@ def export(
             behind.
     """
     with process_group.together():
-        draft = read_draft(model, architecture, source_folder, output_dir, tokenizer_folder, text_only)
+        draft = read_draft(model, architecture, source_folder, output_dir, tokenizer_folder, special_ids, text_only)
     check_same_source(draft)
     return write_draft(draft, model, architecture, Gathered(sharded_state(model)), output_dir)
 
@@ -101,6 +104,7 @@ def read_draft(
     source_folder: Path,
     output_dir: Path,
     tokenizer_folder: Path | None,
+    special_ids: Mapping[str, int] | None,
     text_only: bool,
 ) -> Draft:
     """Return what an export would write.
@@ -117,7 +121,8 @@ def read_draft(
         )
     files = source_files(source_folder)
     config = json.loads((source_folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    companions = export_files.companions(source_folder, tokenizer_folder)
+    found = export_files.companions(source_folder, tokenizer_folder)
+    companions, config = with_special_tokens(found, config, architecture.spec, special_ids or {})
     method = stored_as(config)
     if method is None:
         return draft_of(model, architecture, files, config, companions, text_only)

@@ -45,6 +45,15 @@ def set_up_tokenizer(config: RunConfig, tokenizer: Any) -> None:
         tokenizer.chat_template = template
 
 
+def special_ids_of(config: RunConfig, tokenizer: Any) -> dict[str, int]:
+    """Return the ids of the special tokens that the configuration names, by their names in config.json."""
+    return {
+        f"{key}_id": int(tokenizer.convert_tokens_to_ids(token))
+        for key in ("eos_token", "pad_token")
+        if (token := getattr(config, key)) is not None
+    }
+
+
 def _unknown_token(key: str, token: str | None, tokenizer: Any, vocabulary: Mapping[str, int]) -> Problem | None:
     """Return the problem of a token that is none of the tokenizer's, with those that are written nearly so."""
     if token is None or token in vocabulary:

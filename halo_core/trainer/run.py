@@ -32,6 +32,7 @@ from halo_core.data.account import Account
 from halo_core.data.collate import collate
 from halo_core.data.order import StepOrder, total_steps
 from halo_core.data.prepare import prepare
+from halo_core.data.tokenizer_setup import special_ids_of
 from halo_core.data.units import units_of
 from halo_core.data.waiting import bar, silent
 from halo_core.methods.sft import Sft
@@ -208,7 +209,9 @@ def train(
             data_rank=parallel.topology.data_rank,
         )
         parallel.close()
-        tokenizer_folder = Path(scratch) / "tokenizer" if config.chat_template_path else None
+        special_ids = special_ids_of(config, tokenizer)
+        is_changed = bool(config.chat_template_path or special_ids)
+        tokenizer_folder = Path(scratch) / "tokenizer" if is_changed else None
         if tokenizer_folder is not None:
             tokenizer.save_pretrained(tokenizer_folder)
         try:
@@ -221,6 +224,7 @@ def train(
                 folder_of_model,
                 folder.path,
                 tokenizer_folder=tokenizer_folder,
+                special_ids=special_ids,
                 text_only=config.export_text_only,
             )
         except SaveFailed as fault:

@@ -84,11 +84,11 @@ def shake(folder: Path, seed: int = 0) -> None:
     save_file(tensors, file, metadata=metadata)
 
 
-def uneven_rows(vocabulary: int, seed: int = 0) -> tuple[Row, ...]:
-    """Return rows of `LENGTHS` random tokens. Supervised: two spans with a gap, as of two answers in one dialogue."""
+def uneven_rows(vocabulary: int, seed: int = 0, lengths: Sequence[int] = LENGTHS) -> tuple[Row, ...]:
+    """Return rows of so many random tokens. Supervised: two spans with a gap, as of two answers in one dialogue."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
-    for row_id, length in enumerate(LENGTHS):
+    for row_id, length in enumerate(lengths):
         input_ids = torch.randint(0, vocabulary, (length,), generator=generator).tolist()
         first, gap, second = length // 4, length // 2, 2 * length // 3
         supervised = [first <= position < gap or second <= position for position in range(length)]

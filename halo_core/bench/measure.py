@@ -1,7 +1,7 @@
 """Takes the times, memory, bytes and losses of a checked plan's training step on a fixture.
 
 Not for deciding what runs: the plan is made, and what is built here is what a run builds, but for the weights (random,
-made in memory) and the rows (random tokens of one length). Every process of a run calls `measure`.
+made in memory) and the rows (random tokens). Every process of a run calls `measure`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from halo_core import process_group
-from halo_core.bench import buffer_count, random_rows, random_weights, receipt
+from halo_core.bench import buffer_count, random_weights, receipt, work
 from halo_core.bench.wire import Traffic, WireCount
 from halo_core.data.collate import collate
-from halo_core.data.order import StepOrder
 from halo_core.methods.sft import Sft
 from halo_core.model_config import TINY
 from halo_core.models.build import build_meta, text_model_config
@@ -43,15 +43,18 @@ from halo_core.trainer.step import StepOutcome, run_step
 class Measured:
     """What `measure` found, of all processes together.
 
-    parameters: of the whole model, tied ones once. tokens_per_step: of all processes. step_seconds: of each timed step,
-    the slowest process's. peak_bytes: the most that any process held, of GPU memory since the weights were made, or of
-    host memory since the process began. dispatcher: what tokens travel by, None where they do not. wire: kind of
+    parameters: of the whole model, tied ones once. step_tokens: real tokens of each timed step, of all processes.
+    positions: of all timed steps and processes, padding counted. rows: of all timed steps. step_seconds: of each timed
+    step, the slowest process's. peak_bytes: the most that any process held, of GPU memory since the weights were made,
+    or of host memory since the process began. dispatcher: what tokens travel by, None where they do not. wire: kind of
     collective -> calls and bytes of one more step, which is not timed, mean over processes. losses, grad_norms: of
     warm-up and timed steps.
     """
 
     parameters: int
-    tokens_per_step: int
+    step_tokens: tuple[int, ...]
+    positions: int
+    rows: int
     step_seconds: tuple[float, ...]
     peak_bytes: int
     dispatcher: str | None
@@ -64,6 +67,18 @@ class Measured:
         """Return the median of the timed steps."""
         return statistics.median(self.step_seconds)
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Return the real tokens of a timed step, the mean of them all."""
+        return sum(self.step_tokens) // len(self.step_tokens)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return real tokens of all processes in a second: by the median of steps that are alike, else by all steps."""
+        if len(set(self.step_tokens)) == 1:
+            return self.step_tokens[0] / self.seconds
+        return sum(self.step_tokens) / sum(self.step_seconds)
+
 
 def complete(checked: Checked) -> Checked:
     """Return the plan with the whole config.json of a tiny model, which has none of its own before it is written."""
@@ -75,9 +90,18 @@ def complete(checked: Checked) -> Checked:
 
 
 def measure(
-    checked: Checked, resolved: ResolvedPlan, *, steps: int, warmup: int, say: Callable[[str], None] = print
+    checked: Checked,
+    resolved: ResolvedPlan,
+    *,
+    steps: int,
+    warmup: int,
+    mean_length: int | None = None,
+    rows: int = 0,
+    say: Callable[[str], None] = print,
 ) -> Measured:
     """Run `warmup` steps, `steps` timed ones and one whose bytes are counted.
+
+    mean_length: of rows of many lengths; then the timed steps are those that train `rows` of them, each once.
 
     Raises:
         TrainingStopped, StepFault: as a run would.
@@ -89,23 +113,22 @@ def measure(
     )  # fmt: skip
     topology = parallel.topology
     model, parameters, sharded = _model(checked, resolved, parallel)
+    vocab_size = text_model_config(architecture, checked.model_config).vocab_size
+    if mean_length is None:
+        todo = work.of_one_length(config, topology, vocab_size=vocab_size, warmup=warmup, steps=steps)
+    else:
+        todo = work.of_many_lengths(
+            config, topology, vocab_size=vocab_size, warmup=warmup, rows=rows, mean_length=mean_length
+        )
+    steps = todo.timed
     say(
         f"{receipt.parameters(parameters)} are made{parallel.words}; {warmup} steps to warm up, {steps} timed, "
         "one counted"
     )
-    order = StepOrder(
-        num_rows=(warmup + steps + 1) * checked.plan.rows_per_step, per_device=config.per_device_train_batch_size,
-        data_ranks=topology.data_ranks, accumulation=config.gradient_accumulation_steps, seed=config.seed,
-    )  # fmt: skip
-    assert config.max_length is not None, "the length of rows is given"
-    rows = random_rows.make(
-        order.num_rows, length=config.max_length, seed=config.seed,
-        vocab_size=text_model_config(architecture, checked.model_config).vocab_size,
-    )  # fmt: skip
+    positions: list[int] = []
     step = _stepper(
-        checked, resolved, parallel, model, sharded, total=warmup + steps,
-        parts=lambda number: [[rows[i] for i in part] for part in order.micro_batches(number, topology.data_rank)],
-    )  # fmt: skip
+        checked, resolved, parallel, model, sharded, total=warmup + steps, parts=todo.parts, positions=positions
+    )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     outcomes, seconds = [], []
@@ -114,12 +137,15 @@ def measure(
         outcomes.append(step(number))
         seconds.append(_now(device) - began)
     peak = _peak(device)
+    timed_positions = sum(positions[warmup:])
     with WireCount() as wire, buffer_count.counted(parallel.dispatcher) as by_buffer:
         step(warmup + steps + 1)
     parallel.close()
     return Measured(
         parameters=parameters,
-        tokens_per_step=outcomes[0].tokens,
+        step_tokens=tuple(outcome.tokens for outcome in outcomes[warmup:]),
+        positions=sum(_of_all(timed_positions)),
+        rows=todo.rows,
         step_seconds=tuple(max(of_ranks) for of_ranks in zip(*_of_all(seconds[warmup:]), strict=True)),
         peak_bytes=max(_of_all(peak)),
         dispatcher=parallel.dispatcher.name if parallel.dispatcher is not None else None,
@@ -148,20 +174,26 @@ def _model(checked: Checked, resolved: ResolvedPlan, parallel: Parallel) -> tupl
 
 def _stepper(
     checked: Checked, resolved: ResolvedPlan, parallel: Parallel, model: Any, sharded: Sharded | None, *, total: int,
-    parts: Callable[[int], Sequence[Any]],
+    parts: Callable[[int], Sequence[Any]], positions: list[int],
 ) -> Callable[[int], StepOutcome]:  # fmt: skip
-    """Return what does one whole optimizer step, counted from 1, as the training loop does it."""
+    """Return what does one whole optimizer step, counted from 1, as the training loop does it.
+
+    positions: gets what this process's batches of each step hold, padding counted.
+    """
     config, architecture = checked.config, checked.architecture
     optimizer, schedule = build_optimizer(model, config), build_schedule(config, total)
-    method, head = Sft(collate_rows=collate), Head(model, architecture, resolved.head_kernel)
+    method = Sft(collate_rows=partial(collate, flatten=config.padding_free))
+    head = Head(model, architecture, resolved.head_kernel)
     balancing = balance.bias_update(model, architecture, checked.plan, config.router_balancing_rate, parallel.total)
     forward = balance.counted(last_hidden, balancing)
 
     def step(number: int) -> StepOutcome:
         schedule.apply(optimizer, min(number, total))
+        batches = [method.collate(part, 0) for part in parts(number)]
+        positions.append(sum(batch.targets.numel() for batch in batches))
         outcome = run_step(
             model=model, model_hidden=forward, head=head, method=method, optimizer=optimizer,
-            batches=[method.collate(part, 0) for part in parts(number)], max_grad_norm=config.max_grad_norm,
+            batches=batches, max_grad_norm=config.max_grad_norm,
             device=resolved.device, sharded=sharded, sums_in_fp32=config.grad_accumulation_dtype == "float32",
         )  # fmt: skip
         if balancing is not None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from halo_core.bench.receipt import KIND, gib, layout_words
+from halo_core.config import RunConfig
 
 Receipts = Mapping[str, Mapping[str, Any]]
 
@@ -17,11 +18,19 @@ SAME_TRAINING = (
 )  # fmt: skip
 """What receipts share whose losses may be laid side by side: the same steps, in whatever layout and by any kernel."""
 
+SAME_ROWS = ("model", "layers", "seed", "sequence_length", "mean_length", "rows", "dtype", "optim")
+"""What receipts of rows of many lengths share that may be laid side by side."""
+
+PADDED = "padded"
+LAYOUT_COLUMNS = (
+    "receipt", "rows or packs of a batch", "rows are", "attention", "tokens/s", "against padding", "padding",
+    "steps x tokens", "peak", "made",
+)  # fmt: skip
+
 HEAD = f"""# Receipts
 
 Each receipt is a file in [receipts/](../receipts), written by `{KIND}`: the product's own training step, on a model of
-a published shape with random weights, on rows of random tokens that all have the same length. This page is made from
-those files (`make docs`).
+a published shape with random weights, on rows of random tokens. This page is made from those files (`make docs`).
 
 Absolute figures move from machine to machine. Two receipts may be compared as figures only when they come from one
 machine on one day; each says where and when.
@@ -30,8 +39,18 @@ NONE = "\nThere is no receipt yet.\n"
 SPEED = """
 ## Speed and memory
 
-`sent` is what leaves one process in one step by torch's collectives or DeepEP, weights and gradients included, the mean
-over processes. `step` is the median of the timed steps. `peak` is the most that one process held.
+All rows have the same length. `sent` is what leaves one process in one step by torch's collectives or DeepEP, weights
+and gradients included, the mean over processes. `step` is the median of the timed steps. `peak` is the most that one
+process held.
+
+"""
+LAYOUTS = """
+## Rows of many lengths
+
+Receipts of one table trained the same rows, each once, laid out in different ways; most rows are short, a few are long.
+`tokens/s` counts real tokens over whole training steps. `padding` is the share of positions that hold no token.
+`against padding` compares with the row of the table that is padded, has as many rows or packs in a batch, and computes
+attention by the same kernel.
 
 """
 LOSSES = """
@@ -47,7 +66,12 @@ def markdown(receipts: Receipts) -> str:
     """Return the whole page. receipts: name of the file without its ending -> what it holds."""
     if not receipts:
         return HEAD + NONE
-    return HEAD + SPEED + _speed(receipts) + "".join(_losses(receipts))
+    uniform = {name: receipt for name, receipt in receipts.items() if "mean_length" not in receipt["fixture"]}
+    varied = {name: receipt for name, receipt in receipts.items() if name not in uniform}
+    parts = [HEAD]
+    parts += [SPEED, _speed(uniform)] if uniform else []
+    parts += [LAYOUTS, "\n".join(_layouts(varied))] if varied else []
+    return "".join([*parts, *_losses(uniform)])
 
 
 def _speed(receipts: Receipts) -> str:
@@ -75,6 +99,53 @@ def _speed(receipts: Receipts) -> str:
         "attention, experts", "tokens/s of a process", "step", "peak", "sent", "device", "made",
     )  # fmt: skip
     return table(columns, rows)
+
+
+def _layouts(receipts: Receipts) -> Iterable[str]:
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, receipt in receipts.items():
+        key = (*(receipt["fixture"][word] for word in SAME_ROWS), receipt["environment"]["device"])
+        groups.setdefault(key, []).append(name)
+    for names in groups.values():
+        alike = {name: (_batch(receipts[name]), _attention(receipts[name])) for name in names}
+        names.sort(key=lambda name: (*alike[name], laid_out(receipts[name]), name))
+        padded = {alike[name]: _per_second(receipts[name]) for name in names if laid_out(receipts[name]) == PADDED}
+        rows = []
+        for name in names:
+            receipt, result = receipts[name], receipts[name]["result"]
+            of_padding = padded.get(alike[name])
+            rows.append((
+                f"[{name}](../receipts/{name}.json)", str(_batch(receipt)), laid_out(receipt), _attention(receipt),
+                f"{_per_second(receipt):,.0f}",
+                f"{_per_second(receipt) / of_padding:.2f} x" if of_padding is not None else "-",
+                f"{1 - result['tokens'] / result['positions']:.1%}",
+                f"{len(result['timed_step_seconds'])} x {result['tokens_per_step']:,}", gib(result["peak_bytes"]),
+                _made(receipt),
+            ))  # fmt: skip
+        fixture, device = receipts[names[0]]["fixture"], receipts[names[0]]["environment"]["device"]
+        yield (
+            f"{fixture['model']}, {fixture['layers']} layers, {fixture['rows']} rows of about "
+            f"{fixture['mean_length']} tokens, at most {fixture['sequence_length']}, {fixture['dtype']}, {fixture['optim']}, on {device}:\n\n"
+        ) + table(LAYOUT_COLUMNS, rows)
+
+
+def laid_out(receipt: Mapping[str, Any]) -> str:
+    """Return in what way rows of many lengths were put into batches."""
+    config = receipt["config"]
+    packed, flat = (bool(config.get(key)) for key in ("packing", "padding_free"))
+    return {(0, 0): PADDED, (1, 0): "packed", (0, 1): "padding-free", (1, 1): "packed, padding-free"}[packed, flat]
+
+
+def _batch(receipt: Mapping[str, Any]) -> int:
+    return int(receipt["config"].get("per_device_train_batch_size", RunConfig().per_device_train_batch_size))
+
+
+def _attention(receipt: Mapping[str, Any]) -> str:
+    return str(receipt["plan"]["attention"])
+
+
+def _per_second(receipt: Mapping[str, Any]) -> float:
+    return float(receipt["result"]["tokens_per_second_per_process"])
 
 
 def _losses(receipts: Receipts) -> Iterable[str]:

@@ -34,9 +34,12 @@ PLACES = ("output_dir", "run_name", "dataset_name", "datasets", "eval_dataset")
 
 
 def build(
-    checked: Checked, resolved: ResolvedPlan, measured: Measured, *, warmup: int
+    checked: Checked, resolved: ResolvedPlan, measured: Measured, *, warmup: int, mean_length: int | None = None
 ) -> dict[str, Any]:
-    """Return the receipt as JSON values. warmup: how many of the steps were not timed."""
+    """Return the receipt as JSON values. warmup: how many of the steps were not timed.
+
+    mean_length: asked of rows of many lengths, in tokens; None for rows of one length.
+    """
     plan, config = checked.plan, checked.config
     names = checked.architecture.spec.names.num_layers
     environment = run_folder.environment(device=resolved.device_name, plugins=dict(plan.plugins))
@@ -57,6 +60,7 @@ def build(
             "dtype": resolved.as_dict()["dtype"],
             "optim": config.optim,
             "learning_rate": config.learning_rate,
+            **({} if mean_length is None else {"mean_length": mean_length, "rows": measured.rows}),
         },
         "layout": {"processes": plan.degrees.world, **degrees},
         "config": plain(_changed(config)),
@@ -72,11 +76,15 @@ def build(
             "commit": commit(Path(__file__).parent),
         },
         "result": {
-            "tokens_per_second_per_process": measured.tokens_per_step / measured.seconds / plan.degrees.world,
+            "tokens_per_second_per_process": measured.tokens_per_second / plan.degrees.world,
             "step_seconds": measured.seconds,
             "timed_step_seconds": list(measured.step_seconds),
             "warmup_steps": warmup,
             "tokens_per_step": measured.tokens_per_step,
+            **({} if mean_length is None else {
+                "step_tokens": list(measured.step_tokens), "tokens": sum(measured.step_tokens),
+                "positions": measured.positions, "seconds": sum(measured.step_seconds),
+            }),
             "peak_bytes": measured.peak_bytes,
             "peak_of": "GPU memory" if resolved.device.type == "cuda" else "host memory of the process",
             "wire": {kind: dataclasses.asdict(traffic) for kind, traffic in measured.wire.items()},
@@ -92,6 +100,12 @@ def text(receipt: Mapping[str, Any]) -> str:
     sent = {kind: entry["sent"] for kind, entry in result["wire"].items()}
     by_kind = ", ".join(f"{kind} {gib(number)}" for kind, number in sent.items())
     losses, timed = result["losses"], len(result["timed_step_seconds"])
+    speed = f"{result['tokens_per_second_per_process']:,.0f} tokens/s of each process"
+    if "positions" in result:
+        speed += (
+            f": {result['tokens']:,} real tokens of {fixture['rows']} rows in {result['seconds']:.2f} s, "
+            f"{1 - result['tokens'] / result['positions']:.1%} of {result['positions']:,} positions are padding"
+        )
     lines = {
         "model": f"{fixture['model']}, {fixture['layers']} layers, {parameters(fixture['parameters'])}, "
                  f"{fixture['dtype']}",
@@ -99,7 +113,7 @@ def text(receipt: Mapping[str, Any]) -> str:
                      + (f", tokens travel by {receipt['plan']['dispatcher']}" if receipt["plan"]["dispatcher"] else ""),
         "step": f"{result['step_seconds']:.4f} s, median of {timed} after {result['warmup_steps']}; "
                 f"{result['tokens_per_step']:,} tokens",
-        "speed": f"{result['tokens_per_second_per_process']:,.0f} tokens/s of each process",
+        "speed": speed,
         "peak": f"{gib(result['peak_bytes'])} of {result['peak_of']}",
         "wire": f"{gib(sum(sent.values()))} leave a process per step" + (f": {by_kind}" if by_kind else ""),
         "loss": f"{losses[0]:.6f} first, {losses[-1]:.6f} after {len(losses)} steps",

@@ -23,19 +23,23 @@ from halo_core.ranks import ranks_from
 
 ROWS = "random tokens"
 """What stands where a run names its data."""
+ROWS_OF_MANY_LENGTHS = 32
+"""How many are timed unless told otherwise."""
 NOTHING_TO_READ = ("quantised_source",)
 """Features about weights of a source, which a measurement has none of."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `halo bench`, as typed; None is what was left out. seq: tokens. batch: rows."""
+    """The options of `halo bench`, as typed; None is what was left out. seq, mean_length: tokens. batch, rows: rows."""
 
     model: str | None = None
     family: str | None = None
     layers: int | None = None
     seq: int | None = None
     batch: int | None = None
+    mean_length: int | None = None
+    rows: int | None = None
     steps: int = 5
     warmup: int = 3
     nproc: int = 1
@@ -110,6 +114,13 @@ def own_problems(options: Options, length: int | None) -> list[Problem]:
     if length is None:
         problems.append(Problem(key="max_length", value=None, why="every row of a measurement has this length",
                                 remedy="--seq 4096"))
+    mean = options.mean_length
+    if mean is not None and length is not None and not 1 <= mean <= length:
+        problems.append(Problem(key="--mean-length", value=mean, why=f"no row is longer than {length} tokens",
+                                remedy=f"--mean-length {max(1, length // 4)}, or a larger --seq"))
+    if options.rows is not None and mean is None:
+        problems.append(Problem(key="--rows", value=options.rows, why="it counts rows of many lengths",
+                                remedy="add --mean-length, or give --steps instead"))
     if options.out is not None and not options.out.parent.is_dir():
         problems.append(Problem(key="--out", value=options.out, why=f"there is no folder {options.out.parent}",
                                 remedy="make it first, or name a file elsewhere"))
@@ -120,7 +131,8 @@ def worker_words(words: tuple[str, ...], options: Options) -> tuple[str, ...]:
     """Return the command line of one process: the same, without what only its launcher needs."""
     named = {
         "--model": options.model, "--family": options.family, "--layers": options.layers, "--seq": options.seq,
-        "--batch": options.batch, "--steps": options.steps, "--warmup": options.warmup, "--out": options.out,
+        "--batch": options.batch, "--mean-length": options.mean_length, "--rows": options.rows,
+        "--steps": options.steps, "--warmup": options.warmup, "--out": options.out,
     }  # fmt: skip
     typed = [word for name, value in named.items() if value is not None for word in (name, str(value))]
     plugins = [word for file in options.plugin_files for word in ("--plugin", str(file))]
@@ -142,8 +154,11 @@ def measure(checked: Checked, options: Options) -> None:
     resolved = runtime.resolve(checked)
     for note in resolved.notes:
         print(f"note: {note}")
-    measured = measure(checked, resolved, steps=options.steps, warmup=options.warmup)
-    made = receipt.build(checked, resolved, measured, warmup=options.warmup)
+    measured = measure(
+        checked, resolved, steps=options.steps, warmup=options.warmup, mean_length=options.mean_length,
+        rows=ROWS_OF_MANY_LENGTHS if options.rows is None else options.rows,
+    )  # fmt: skip
+    made = receipt.build(checked, resolved, measured, warmup=options.warmup, mean_length=options.mean_length)
     print(receipt.text(made))
     if options.out is not None and process_group.rank() == 0:
         receipt.write(made, options.out)

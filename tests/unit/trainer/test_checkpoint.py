@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +143,48 @@ def test_disk_that_fills_up_in_the_middle_of_a_file_is_told_the_same_way(
         write(tmp_path / "checkpoint-2")
     monkeypatch.undo()
     assert atomic.checkpoints(tmp_path) == [folder] and not list(tmp_path.glob("*.partial"))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """Return the folder of a real file system of 1,300 KiB, where this process may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1300k", "tmpfs", str(folder)], capture_output=True,
+                             check=False)
+    if mounted.returncode != 0:
+        pytest.skip("file systems can be mounted by root only; other tests make the disk only look full")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_full_disk_names_needed_and_free_bytes_and_every_earlier_checkpoint_resumes(
+    small: Any, disk: Path, beside: bool
+) -> None:
+    run = disk / "run"
+    ran = small.run(run, save_async=beside, num_train_epochs=30.0, **EVERY_STEP)
+    assert isinstance(ran.error, TrainingStopped)
+    needed, free = map(int, re.findall(r"needs (\d+) bytes and .* has (\d+) bytes free", str(ran.error))[0])
+    assert free < needed < free + 100_000
+    kept = atomic.checkpoints(run)
+    assert len(kept) >= 1 and ran.error.checkpoint == kept[-1] and not list(run.glob("*.partial"))
+    assert all(atomic.faults(path, contents=True) == [] for path in kept)
+    shutil.rmtree(kept[0])
+    again = small.run(run, resume_from_checkpoint=str(kept[-1]), max_steps=ran.reports[-1].step + 1, raises=True,
+                      save_strategy="no", num_train_epochs=30.0)
+    assert again.result.step == ran.reports[-1].step + 1
+
+
+def test_disk_that_is_full_only_once_files_are_written_keeps_what_was_there(disk: Path) -> None:
+    folder = write(disk / "checkpoint-1")
+    pieces = (b"x" * 100_000 for _ in range(20))
+    with pytest.raises(atomic.SaveFailed, match=r"a checkpoint needs \d+ bytes and .* has \d+ bytes free") as caught:
+        with atomic.publishing(disk / "checkpoint-2", needed=1) as writer:
+            writer.file("part", pieces)
+    assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == errno.ENOSPC
+    assert atomic.checkpoints(disk) == [folder] and not list(disk.glob("*.partial"))
+    assert shutil.disk_usage(disk).free > 1_000_000
 
 
 def test_folder_that_cannot_be_written_is_a_save_failure_too(tmp_path: Path) -> None:

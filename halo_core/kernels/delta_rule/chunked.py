@@ -26,7 +26,7 @@ def delta_rule(
 
     Source: Yang et al., Gated Delta Networks, arXiv 2412.06464, section 3.3.
     """
-    if query.shape[1] == 0:
+    if query.shape[0] * query.shape[1] == 0:
         return torch.zeros_like(value)
     slots, is_first = _chunks_apart(documents, query.shape[1], chunk)
     total = is_first.shape[1] * chunk

@@ -5,6 +5,7 @@ Not for the arithmetic (`halo_core.kernels.adamw`), nor for clipping: the coeffi
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from halo_core.kernels.adamw import choice
 from halo_core.kernels.adamw.boxes import Box, boxes_of
 from halo_core.kernels.adamw.noise import key_of
 from halo_core.kernels.adamw.parts import Kernel, Part
-from halo_core.kernels.adamw.rates import rates
+from halo_core.kernels.adamw.rates import Rates, rates
 
 DTYPES = (torch.bfloat16, torch.float32)
 MASTER, FIRST, SECOND, STEP = "master", "exp_avg", "exp_avg_sq", "step"
@@ -86,12 +87,15 @@ class NamedAdamW(torch.optim.Optimizer):
         copied: list[tuple[Tensor, Tensor]] = []
         stepped: list[Tensor] = []
         for group in self.param_groups:
+            numbers = functools.cache(functools.partial(
+                rates, lr=group["lr"], betas=tuple(group["betas"]), eps=group["eps"], weight_decay=group["weight_decay"]
+            ))  # fmt: skip
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 gradient = gradients.get(name)
                 if gradient is None:
                     continue
                 _check_layout(name, parameter, gradient)
-                part = self._part(group, name, parameter, gradient)
+                part = self._part(numbers, name, parameter, gradient)
                 held = _local(parameter)
                 if not held.is_contiguous():
                     copied.append((held, part.weight))
@@ -103,7 +107,7 @@ class NamedAdamW(torch.optim.Optimizer):
                 self._kernels[device] = self._kernel or choice.kernel(device)
             self._kernels[device](parts, None if scale is None else scale.to(device, torch.float32))
         for held, weight in copied:
-            held.copy_(weight.view(held.shape))
+            held.copy_(weight)
         # Kernels write past autograd; without this a backward through an old weight would go unnoticed.
         torch.autograd.graph.increment_version(stepped)
 
@@ -139,8 +143,8 @@ class NamedAdamW(torch.optim.Optimizer):
             lines.append(f"weight_decay {group['weight_decay']:g}: {', '.join(said)}")
         return lines
 
-    def _part(self, group: Mapping[str, Any], name: str, parameter: Tensor, gradient: Tensor) -> Part:
-        """Return what a kernel needs for this parameter's next step, which is counted here."""
+    def _part(self, numbers: Callable[..., Rates], name: str, parameter: Tensor, gradient: Tensor) -> Part:
+        """Return what a kernel needs for this parameter's next step, which is counted here; `numbers` of that step."""
         state = self.state[parameter]
         if not state:
             state.update(self._new_state(parameter))
@@ -150,11 +154,9 @@ class NamedAdamW(torch.optim.Optimizer):
         key, boxes = self._places[name]
         master = state.get(MASTER)
         return Part(
-            weight=_flat(parameter), first=_flat(state[FIRST]), second=_flat(state[SECOND]),
-            master=None if master is None else _flat(master), gradient=_flat(gradient),
-            rates=rates(step=state[STEP], lr=group["lr"], betas=group["betas"], eps=group["eps"],
-                        weight_decay=group["weight_decay"]),
-            key=key, step=state[STEP], boxes=boxes,
+            weight=_dense(parameter), first=_dense(state[FIRST]), second=_dense(state[SECOND]),
+            master=None if master is None else _dense(master), gradient=_dense(gradient),
+            rates=numbers(step=state[STEP]), key=key, step=state[STEP], boxes=boxes,
         )  # fmt: skip
 
     def _new_state(self, parameter: Tensor) -> dict[str, Any]:
@@ -197,9 +199,9 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Return this process's own part in row-major order, in its own memory where it lies in that order there."""
-    return _local(tensor).reshape(-1)
+def _dense(tensor: Tensor) -> Tensor:
+    """Return this process's own part in row-major order without gaps: itself where it lies so, else a copy."""
+    return _local(tensor).contiguous()
 
 
 def _check_layout(name: str, parameter: Tensor, gradient: Tensor) -> None:

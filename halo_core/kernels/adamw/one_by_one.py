@@ -23,6 +23,7 @@ def one_by_one(parts: Sequence[Part], scale: Tensor | None) -> None:
         elif part.master is not None:
             reference.with_master(part.weight, part.master, *tensors, part.rates, scale)
         else:
+            flat = [tensor.view(-1) for tensor in (part.weight, *tensors)]
             for where, words in drawn(part.key, part.step, part.boxes):
-                weight, first, second, gradient = (tensor[where] for tensor in (part.weight, *tensors))
+                weight, first, second, gradient = (tensor[where] for tensor in flat)
                 reference.rounded(weight, first, second, gradient, part.rates, words.to(weight.device), scale)

@@ -21,10 +21,10 @@ Rule: TypeAlias = Literal["exact", "rounded", "master"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """This process's elements of one parameter, n of them, every tensor flat and without gaps.
+    """This process's elements of one parameter: tensors of one shape, in row-major order without gaps.
 
-    weight [n] bf16 or fp32; first, second: the moments, of the weight's dtype, or fp32 beside a master; master [n]
-    fp32 or None; gradient [n] bf16 or fp32. key: of the noise. step: counted from 1. boxes: where the elements lie.
+    weight: bf16 or fp32; first, second: the moments, of the weight's dtype, or fp32 beside a master; master: fp32 or
+    None; gradient: bf16 or fp32. key: of the noise. step: counted from 1. boxes: where the elements lie.
     """
 
     weight: Tensor

@@ -33,6 +33,11 @@ _DTYPE = Word(
     aliases={"fp32": "float32", "bf16": "bfloat16", "torch.float32": "float32", "torch.bfloat16": "bfloat16"},
     refused=dict.fromkeys(("float16", "fp16", "half", "torch.float16"), _NO_FLOAT16),
 )
+_BY_BF16 = ("bf16 moments and stochastic rounding come with bf16: true", "adamw_torch_fused, and bf16: true")
+_OPTIM = Word(
+    choices=("sgd", "adamw_torch", "adamw_torch_fused", "adamw_fp32"),
+    refused=dict.fromkeys(("adamw_bf16", "bf16_optimizer"), _BY_BF16),
+)
 _SUMS = Word(choices=("float32", "bfloat16"), aliases=_DTYPE.aliases)
 _ATTENTION = Word(
     choices=("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"),
@@ -192,7 +197,7 @@ class RunConfig:
 
     # Optimizer and schedule
     optim: str = _optim(
-        "adamw_torch_fused", Word(choices=("sgd", "adamw_torch", "adamw_torch_fused", "adamw_fp32")),
+        "adamw_torch_fused", _OPTIM,
         "the optimizer; sgd has no momentum, adamw_fp32 keeps fp32 masters and moments beside bf16 weights")
     learning_rate: float = _optim(2e-5, Real(low=0.0), "highest learning rate of the schedule")
     lr_scheduler_type: str = _optim("linear", _SCHEDULE, "the schedule of the learning rate, transformers' by name")

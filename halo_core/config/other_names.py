@@ -190,7 +190,7 @@ REFUSED = table(
         "plugins liger_rope liger_rms_norm liger_glu_activation liger_fused_linear_cross_entropy "
         "gradient_checkpointing_ratio noisy_embedding_alpha early_stopping_patience curriculum_sampling "
         "galore_rank badam_mode loraplus_lr_ratio dataset_dir media_dir image_max_pixels video_max_pixels "
-        "pipeline_schedule pipeline_microbatches pipeline_split grad_accumulation_dtype",
+        "pipeline_schedule pipeline_microbatches pipeline_split",
     ),
     gone(
         _METHOD, "remove the line",

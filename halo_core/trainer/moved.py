@@ -41,7 +41,7 @@ class MovedCheck:
                    f"the updates at learning_rate {learning_rate} are smaller than the weights' dtype can hold")
             raise StepFault(what=f"no weight changed in {STEPS} steps: {why}",
                             remedy="check that the right tokens are supervised" if grad_norm == 0.0
-                            else "raise learning_rate, or set dtype: float32")
+                            else "raise learning_rate, or set bf16: true, which rounds by chance, or dtype: float32")
 
 
 def bit_sums(parameters: Mapping[str, Tensor]) -> list[int]:

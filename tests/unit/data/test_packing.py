@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trl import pack_dataset
 
@@ -101,6 +101,7 @@ def test_every_token_is_in_one_pack_and_no_pack_is_too_long(
         assert all(start % max_length == 0 for start in cuts), "a row was cut where it need not be"
 
 
+@settings(deadline=None)
 @given(lengths=LENGTHS, max_length=st.integers(2, 35), strategy=st.sampled_from(STRATEGIES))
 def test_number_of_packs_is_trls(lengths: list[int], max_length: int, strategy: str) -> None:
     from datasets import Dataset

@@ -125,7 +125,8 @@ def _layouts(receipts: Receipts) -> Iterable[str]:
         fixture, device = receipts[names[0]]["fixture"], receipts[names[0]]["environment"]["device"]
         yield (
             f"{fixture['model']}, {fixture['layers']} layers, {fixture['rows']} rows of about "
-            f"{fixture['mean_length']} tokens, at most {fixture['sequence_length']}, {fixture['dtype']}, {fixture['optim']}, on {device}:\n\n"
+            f"{fixture['mean_length']} tokens, at most {fixture['sequence_length']}, {fixture['dtype']}, "
+            f"{fixture['optim']}, on {device}:\n\n"
         ) + table(LAYOUT_COLUMNS, rows)
 
 

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,12 +22,12 @@ from halo_core.errors import Problem, Refused
 from halo_core.plan import Checked
 
 if TYPE_CHECKING:
+    import numpy as np
     from rich.text import Text
 
     from halo_core.config import RunConfig
     from halo_core.data.account import SplitAccount
     from halo_core.data.preview import Document, Shown
-    from halo_core.data.rows import Rows
 
 DATA = typer.Typer(
     name="data",
@@ -35,7 +36,7 @@ DATA = typer.Typer(
     help="Look at a run's data, or prepare them once.",
 )
 _WORDS: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
-Family = Annotated[str | None, typer.Option("--family", "-f", help="The model family; read from the model if left out.")]
+Family = Annotated[str | None, typer.Option("--family", "-f", help="The model family; read from the model by default.")]
 PluginFiles = Annotated[list[Path], typer.Option("--plugin", metavar="FILE.py", help="Load this plugin file as well.")]
 
 LEARNT, SPECIAL = "bold green", "cyan"
@@ -49,7 +50,7 @@ _WIDTH = 40
 def preview(
     context: typer.Context,
     count: Annotated[int, typer.Option("-n", min=1, help="How many rows, or packs.")] = 5,
-    row: Annotated[int | None, typer.Option("--row", metavar="ID", min=0, help="This row alone, by its number.")] = None,
+    row: Annotated[int | None, typer.Option("--row", metavar="ID", min=0, help="This row alone.")] = None,
     family: Family = None,
     plugin: PluginFiles = [],  # noqa: B006  typer reads the default, nobody changes it
 ) -> None:
@@ -80,6 +81,7 @@ def stats(
 ) -> None:
     """Say what the lengths of the rows mean for a run: halo data stats CONFIG.yaml [key=value ...]."""
     from halo_core.data.prepare import prepare as prepared
+    from halo_core.data.prepare import prepared_folder
     from halo_core.data.units import units_of
     from halo_core.data.waiting import bar
 
@@ -88,11 +90,17 @@ def stats(
         config = checked.config
         rows = prepared(config, tokenizer, waiting=bar, may_cache=True)
         account = units_of(config, rows).account
+        kept = lengths = rows.train.lengths
+        changed = account.train.dropped or account.train.cut_rows
+        if changed and config.max_length is not None and prepared_folder(config) is None:
+            # Rows that are too long for this run count where other lengths are compared.
+            whole = replace(config, max_length=None, packing=False, eval_strategy="no", eval_dataset=None)
+            lengths = prepared(whole, tokenizer, waiting=bar, may_cache=True).train.lengths
     print(account.text())
-    _print_lengths(rows.train)  # type: ignore[arg-type]  # rows that were prepared are always `Rows`
-    _print_layouts(rows.train, config, checked.plan.degrees.data_ranks)  # type: ignore[arg-type]
+    _print_lengths(lengths, config)
+    _print_layouts(lengths, kept, config, checked.plan.degrees.data_ranks)
     if png is not None:
-        _draw(png, rows.train, config, account.train)  # type: ignore[arg-type]
+        _draw(png, lengths, config, account.train)
         print(f"picture: {png}")
 
 
@@ -121,7 +129,8 @@ def prepare(
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     print(f"prepared: {out} ({size / 1e6:.1f} MB, {time.perf_counter() - began:.1f} s)")
     print(f"a run takes it by dataset_name: {out} in place of its data sets")
-    print(f"fixed from now on: tokenizer, chat template, {', '.join(key for key in prepared.FIXED if '_path' not in key)}")
+    keys = ", ".join(key for key in prepared.FIXED if key != "chat_template_path")
+    print(f"fixed from now on: tokenizer, chat template, {keys}")
 
 
 def _without_folder(words: tuple[str, ...]) -> tuple[tuple[str, ...], Path]:
@@ -230,24 +239,26 @@ def _visible(text: str) -> str:
     )  # fmt: skip
 
 
-def _print_lengths(rows: Rows) -> None:
+def _print_lengths(lengths: np.ndarray, config: RunConfig) -> None:
+    """Print the histogram of all rows; those longer than max_length stand in ranges of their own."""
     from halo_core.data import statistics
 
-    lengths = rows.lengths
     half, most, nearly_all = statistics.quantiles(lengths)
     print(f"\ntokens of a row: mean {lengths.mean():.1f}, half have at most {half}, 90% {most}, 99% {nearly_all}")
     found = statistics.histogram(lengths)
     fullest = max(one.rows for one in found)
-    width = len(str(found[-1].high))
+    width, digits = len(str(found[-1].high)), len(str(len(lengths)))
     for one in found:
-        blocks = "#" * -(-one.rows * _WIDTH // fullest) if one.rows else ""
-        print(f"  {one.low:>{width}} to {one.high:>{width}}  {one.rows:>{len(str(len(rows)))}}  {blocks}".rstrip())
+        blocks = "#" * -(-one.rows * _WIDTH // fullest)
+        over = config.max_length is not None and one.high > config.max_length
+        sign = "over max_length" if over and one.low > (config.max_length or 0) else "max_length" if over else ""
+        print(f"  {one.low:>{width}} to {one.high:>{width}}  {one.rows:>{digits}}  {blocks:<{_WIDTH}}  {sign}".rstrip())
 
 
-def _print_layouts(rows: Rows, config: RunConfig, data_ranks: int) -> None:
+def _print_layouts(lengths: np.ndarray, kept: np.ndarray, config: RunConfig, data_ranks: int) -> None:
+    """Print packing at several lengths, of all rows, and the ways to make batches of the kept ones."""
     from halo_core.data import statistics
 
-    lengths = rows.lengths
     print(f"\npacking ({config.packing_strategy}) by max_length:")
     for max_length in statistics.lengths_to_try(lengths, config.max_length):
         packed = statistics.packed(lengths, max_length, config.packing_strategy)
@@ -255,10 +266,12 @@ def _print_layouts(rows: Rows, config: RunConfig, data_ranks: int) -> None:
         too_long = f", {_count(packed.too_long, 'row')} too long" if packed.too_long else ""
         print(f"  {max_length:>8}  {_count(packed.packs, 'pack')}, {packed.filled:.1%} filled{too_long}{own}")
     batch = config.per_device_train_batch_size
-    processes = f" on {data_ranks} processes" if data_ranks > 1 else ""
-    print(f"\nper_device_train_batch_size {batch}, gradient_accumulation_steps {config.gradient_accumulation_steps}"
-          f"{processes}:")  # fmt: skip
-    for layout in statistics.layouts(lengths, config, data_ranks):
+    processes = f", {data_ranks} processes" if data_ranks > 1 else ""
+    print(
+        f"\nper_device_train_batch_size {batch}, gradient_accumulation_steps {config.gradient_accumulation_steps}"
+        f"{processes}:"
+    )
+    for layout in statistics.layouts(kept, config, data_ranks):
         units = _count(layout.units, "pack" if layout.name.startswith("packing:") else "row")
         print(f"  {layout.name:<18}  {layout.padding:>6.1%} padding, {_count(layout.steps, 'step')} an epoch ({units})")
 
@@ -274,22 +287,23 @@ def _check_png(png: Path | None) -> None:
         raise Refused(Problem(key="--png", value=png, why=why, remedy="give FILE.png in a folder that exists"))
     if find_spec("matplotlib") is None:
         why = "pictures are drawn by matplotlib, which is not installed"
-        raise Refused(Problem(key="--png", value=png, why=why, remedy="pip install 'halo-moe[plot]', or leave --png out"))
+        remedy = "pip install 'halo-moe[plot]', or leave --png out"
+        raise Refused(Problem(key="--png", value=png, why=why, remedy=remedy))
 
 
-def _draw(png: Path, rows: Rows, config: RunConfig, account: SplitAccount) -> None:
+def _draw(png: Path, lengths: np.ndarray, config: RunConfig, account: SplitAccount) -> None:
     """Write the histogram of lengths as a picture."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    axes.hist(rows.lengths, bins=60, color="#4477aa")
+    axes.hist(lengths, bins=60, color="#4477aa")
     if config.max_length is not None:
         axes.axvline(config.max_length, color="#cc3311", linestyle="--", label=f"max_length {config.max_length}")
         axes.legend()
     axes.set_xlabel("tokens of a row")
     axes.set_ylabel("rows")
-    axes.set_title(f"{_count(len(rows), 'row')}, {account.supervised_share:.1%} of the tokens learnt")
+    axes.set_title(f"{_count(len(lengths), 'row')}, {account.supervised_share:.1%} of the tokens learnt")
     figure.savefig(png, dpi=120)
 
 

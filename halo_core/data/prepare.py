@@ -19,7 +19,7 @@ from halo_core.data.judge import NOTE_NO_END, ROWS_AT_ONCE
 from halo_core.data.keep import NOTE_JOINS, Keeper, Sink
 from halo_core.data.made_from import limit_of
 from halo_core.data.read import Record
-from halo_core.data.rows import Row, Rows
+from halo_core.data.rows import Rows
 from halo_core.data.sources import Source, evaluation_sources, is_prepared, training_sources
 from halo_core.data.tally import Tally
 from halo_core.data.tokenizer_setup import set_up_tokenizer
@@ -40,8 +40,8 @@ NOTE_DATE = "the chat template writes today's date: a run resumed on another day
 class Prepared:
     """Rows ready to be batched, and the account of how they came about."""
 
-    train: Sequence[Row]
-    evaluation: Sequence[Row] | None
+    train: Rows
+    evaluation: Rows | None
     account: Account
 
 

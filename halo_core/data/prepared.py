@@ -98,7 +98,7 @@ def mismatches(
                f"({before['digest'][:12]}), and this one is {here[:12]}")  # fmt: skip
         problems.append(
             Problem(key="model_name_or_path", value=config.model_name_or_path, why=why,
-                    remedy=f"start from a model with that tokenizer, or {AGAIN}")
+                    remedy=f"start from a model with that tokenizer, with the same eos_token and pad_token, or {AGAIN}")
         )  # fmt: skip
     before = told["chat_template"]
     if (here := made_from.template_digest(tokenizer)) != before["digest"]:

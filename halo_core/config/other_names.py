@@ -60,7 +60,7 @@ SETTLED = table(
         "streaming_multipack multipack_real_batches strict plot_loss init_from_scratch reset_sinks train_sinks "
         "merge_expert_lora_on_save fp32_experts fp32_non_ep_params fp32_output_conversion pad_to_sequence_len "
         "interleaved_thinking generate_eval_examples log_decoded_samples enable_torch_profiler "
-        "profiler_record_memory_snapshot report_mfu_diagnostics save_async unfrozen_parameters_only "
+        "profiler_record_memory_snapshot report_mfu_diagnostics unfrozen_parameters_only "
         "early_stopping",
     ),
     only(

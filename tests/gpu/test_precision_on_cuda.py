@@ -1,4 +1,4 @@
-"""bf16 training and fp32 routers on a CUDA device: the same bits again, the losses of the CPU, routers that are fp32."""
+"""bf16 training and fp32 routers on a CUDA device: the same bits again, the losses of the CPU, routers in fp32."""
 
 from __future__ import annotations
 

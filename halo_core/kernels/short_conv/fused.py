@@ -117,7 +117,8 @@ def _sum(
     return total
 
 
-@triton.jit
+# How many positions there are changes from batch to batch, so no kernel is compiled anew for kinds of that number.
+@triton.jit(do_not_specialize=["tokens"])
 def _forward(
     inputs, weight, bias, numbers, out, tokens, channels,
     TAPS: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -137,7 +138,7 @@ def _forward(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "stretch"])
 def _backward_weight(
     inputs, weight, bias, numbers, gradient, before, parts, tokens, channels, stretch,
     TAPS: tl.constexpr, SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
@@ -176,7 +177,7 @@ def _backward_weight(
     tl.store(parts + (part * SLOTS + slot)[:, None] * channels + channel[None, :], sums, mask=wide[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _backward_inputs(
     before, weight, numbers, to_inputs, tokens, channels,
     TAPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,

@@ -33,7 +33,7 @@ __all__ = [
     "read_split",
 ]  # fmt: skip
 
-NOTE_DATE = "the chat template writes today's date: a run resumed on another day sees other tokens"
+NOTE_DATE = "the chat template writes today's date: on another day the rows are others, and resuming is refused"
 
 
 @dataclass(frozen=True, kw_only=True)

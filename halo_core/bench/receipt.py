@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from halo_core.checkpoint.identity import plain
 from halo_core.config import RunConfig
+from halo_core.config.precision import rule_of
 from halo_core.model_config import TINY
 from halo_core.registry import size, text_config
 from halo_core.trainer import run_folder
@@ -58,7 +59,8 @@ def build(
             "rows_per_step": plan.rows_per_step,
             "seed": config.seed,
             "dtype": resolved.as_dict()["dtype"],
-            "optim": config.optim,
+            # Both names of torch's AdamW are another optimizer then, and its figures no others'.
+            "optim": "adamw_bf16" if rule_of(config.optim, config.bf16) == "stochastic" else config.optim,
             "learning_rate": config.learning_rate,
             **({} if mean_length is None else {"mean_length": mean_length, "rows": measured.rows}),
         },

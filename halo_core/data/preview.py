@@ -68,12 +68,13 @@ def preview(
     places: dict[int, str] = {}
     wanted = _Wanted(count=count, row=row, kept=found, places=places)
     sources = [replace(source, records=wanted.of(source), weight=1.0) for source in split.sources]
-    read_split(
-        Split(name=split.name, sources=sources, limit=split.limit), replace(config, dataset_num_proc=1), tokenizer,
-        wanted, silent,
-    )  # fmt: skip
-    if row is not None and row not in places:
-        raise Refused(_no_row(row, f"the rows are 0 to {wanted.passed - 1}"))
+    shown = Split(name=split.name, sources=sources, limit=split.limit)
+    try:
+        read_split(shown, replace(config, dataset_num_proc=1), tokenizer, wanted, silent)
+    except Refused:
+        if row is not None and row not in places:
+            raise Refused(_no_row(row, f"the rows are 0 to {wanted.passed - 1}")) from None
+        raise
     if row is not None:
         found = [replace(found[0], row_id=row)]
     return [Shown(documents=(_document(one, tokenizer, places[one.row_id]),)) for one in found[:count]]

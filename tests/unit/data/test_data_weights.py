@@ -77,7 +77,7 @@ def test_epoch_sees_each_row_as_often_as_its_set_weighs(tiny: Any, write_lines: 
 def test_account_of_weights_adds_up(tiny: Any, write_lines: WriteLines) -> None:
     first = write_lines([chat(number) for number in range(8)], "a.jsonl")
     second = write_lines([chat(number) for number in range(10)], "b.jsonl")
-    config = RunConfig(datasets=({"path": first, "weight": 2.5}, {"path": second, "weight": 0.3}), max_length=60)
+    config = RunConfig(datasets=({"path": first, "weight": 2.5}, {"path": second, "weight": 0.3}))
     prepared = prepare(config, tiny)
     account = prepared.account.train
     (left_out, dropped), = account.dropped.items()  # fmt: skip

@@ -103,7 +103,7 @@ def side_group(timeout: float) -> Any:
     collective: every rank makes its side groups at the same points. timeout: seconds that one collective may take.
     """
     dist = _distributed()
-    return None if dist is None else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    return None if dist is None else dist.new_group(backend="cpu:gloo", timeout=timedelta(seconds=timeout))
 
 
 def any_rank(flag: bool) -> bool:

@@ -29,8 +29,12 @@ per_device_train_batch_size: 4
 
 def test_a_copy_holds_what_was_there_and_its_pages_are_locked() -> None:
     memory = HostMemory()
-    tensors = {"matrix": torch.randn(300, 200, device="cuda"), "narrow": torch.randn(7, device="cuda").bfloat16(),
-               "transposed": torch.randn(50, 40, device="cuda").T, "none": torch.zeros(0, 3, device="cuda")}  # fmt: skip
+    tensors = {
+        "matrix": torch.randn(300, 200, device="cuda"),
+        "narrow": torch.randn(7, device="cuda").bfloat16(),
+        "transposed": torch.randn(50, 40, device="cuda").T,
+        "none": torch.zeros(0, 3, device="cuda"),
+    }
     for _ in range(2):  # the second time into the same memory
         expected = {name: tensor.cpu() for name, tensor in tensors.items()}
         copies = memory.copied(tensors)

@@ -75,7 +75,8 @@ def contents(path: Path, *, every_byte: bool) -> Contents:
     if not {atomic.MARKER, find.STATE} & faults.keys():
         checkpoint = find.read(path, str(path), (), lacking=faults)
     own = [*checkpoint.files, *checkpoint.elsewhere, *faults] if checkpoint is not None else []
-    held, torn = {}, {}
+    held: dict[str, Held] = {}
+    torn: dict[str, str] = {}
     for name in (WEIGHTS, OPTIMIZER, RANDOM):
         files = [] if checkpoint is None else checkpoint.parts(name)
         held[name.partition(".")[0]], lost = _held(files)

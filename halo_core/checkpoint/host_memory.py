@@ -38,7 +38,7 @@ class HostMemory:
     def close(self) -> None:
         """Unlock the pages; copies must not be used any more."""
         for buffer in self._locked:
-            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[attr-defined]
+            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[no-untyped-call]
         self._locked.clear()
         self._buffers.clear()
 
@@ -48,7 +48,7 @@ class HostMemory:
             buffer = self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
             if tensor.is_cuda and buffer.numel():
                 size = buffer.numel() * buffer.itemsize
-                answer = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)  # type: ignore[attr-defined]
+                answer = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
                 if int(answer) == _REGISTERED:
                     self._locked.append(buffer)
         return buffer

@@ -178,7 +178,8 @@ def trained(
 
 
 @pytest.mark.parametrize(("name", "sizes"), [
-    ("lfm2_moe", {"shard": 2}), ("lfm2_moe", {"replicate": 2}), ("lfm2_moe", {"ep": 2}), ("gpt_oss", {"ep": 2, "shard": 2}),
+    ("lfm2_moe", {"shard": 2}), ("lfm2_moe", {"replicate": 2}), ("lfm2_moe", {"ep": 2}),
+    ("gpt_oss", {"ep": 2, "shard": 2}),
 ])
 def test_a_bf16_run_of_several_processes_is_that_of_one_within_rounding(
     name: str, sizes: dict[str, int], folders: dict[str, Path]

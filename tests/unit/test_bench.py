@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from halo_core import registry
-from halo_core.bench import random_rows, random_weights, receipt
+from halo_core import registry, support
+from halo_core.bench import page, random_rows, random_weights, receipt
 from halo_core.cli.main import exit_code
 from halo_core.data.order import StepOrder
 from halo_core.kernels.experts.reference import reference
@@ -125,9 +126,43 @@ def test_a_receipt_says_what_ran_and_nothing_of_the_machines_folders(
     assert "2 layers" in said and "my-model" in said
 
 
+def test_rows_of_many_lengths_are_the_same_however_they_are_laid_out(
+    halo: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built_too = {"packing", "padding_free"}
+    monkeypatch.setattr(
+        support, "MECHANISMS", tuple(replace(m, built=m.built or m.feature in built_too) for m in support.MECHANISMS)
+    )
+    lengths = [len(row.input_ids) for row in random_rows.make(12, length=64, mean_length=16, vocab_size=99, seed=42)]
+    assert lengths == sorted(lengths) and 0.8 * 16 < sum(lengths) / 12 < 1.2 * 16 and min(lengths) >= 2
+    found = {}
+    for name, keys in {"padded": (), "packed": ("packing=true",), "flat": ("padding_free=true",)}.items():
+        code, said = halo("--model", "tiny", "--family", "qwen3", "--seq", 64, "--mean-length", 16, "--rows", 12,
+                          "--batch", 2, "--warmup", 1, "--out", tmp_path / f"{name}.json", *keys)  # fmt: skip
+        assert code == 0, said
+        found[name] = json.loads((tmp_path / f"{name}.json").read_text())
+    results = {name: one["result"] for name, one in found.items()}
+    assert {result["tokens"] for result in results.values()} == {sum(lengths)}, "every row, once"
+    assert results["flat"]["positions"] == sum(lengths) < results["packed"]["positions"] <= 64 * 2 * 3
+    assert results["padded"]["positions"] > 1.2 * sum(lengths)
+    assert [len(result["timed_step_seconds"]) for result in results.values()][::2] == [6, 6]
+    assert len(results["packed"]["timed_step_seconds"]) == 2
+    assert results["flat"]["losses"] == pytest.approx(results["padded"]["losses"], abs=TOLERANCE)
+    for result in results.values():
+        speed = result["tokens"] / sum(result["timed_step_seconds"])
+        assert result["tokens_per_second_per_process"] == pytest.approx(speed)
+    text = page.markdown(receipt.read(tmp_path))
+    rows = [line.split(" | ")[1:7] for line in text.partition("## Rows of many")[2].splitlines() if "json)" in line]
+    assert [row[:3] for row in rows] == [["2", how, "sdpa"] for how in ("packed", "padded", "padding-free")]
+    assert rows[1][4] == "1.00 x" and rows[2][5] == "0.0%"
+    assert "## Speed and memory" not in text
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
+        (("--model", "tiny", "--family", "lfm2", "--seq", "8", "--mean-length", "9"), ["--mean-length: 9", "8 tokens"]),
+        (("--model", "tiny", "--family", "lfm2", "--seq", "8", "--rows", "9"), ["--rows: 9", "add --mean-length"]),
         (("--model", "openai/gpt-oss-20b", "--layers", "99"), ["--layers: 99", "from 1 to 24"]),
         (("--model", "tiny", "--family", "lfm2", "--seq", "8", "learning_rat=1"), ["learning_rat"]),
         (("--model", "tiny", "--family", "lfm2", "max_length=null"), ["max_length", "--seq 4096"]),

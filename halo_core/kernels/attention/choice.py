@@ -19,12 +19,15 @@ MINIMUM_CAPABILITY = (8, 0)
 """The oldest CUDA compute capability with these kernels."""
 
 
+ELSEWHERE = "leave attn_implementation out; kernels: {attention: reference} computes the same, slowly, for a trial"
+
+
 def flash_obstacle(*, dtype: torch.dtype, device: torch.device) -> tuple[str, str] | None:
     """Return (why flash attention cannot run, what to set instead), or None when it can."""
     if device.type != "cuda":
-        return "flash attention kernels run on CUDA devices, and there is none here", "attn_implementation: sdpa"
+        return "flash attention kernels run on CUDA devices, and there is none here", ELSEWHERE
     if torch.cuda.get_device_capability(device) < MINIMUM_CAPABILITY:
-        return "flash attention kernels want compute capability 8.0 or newer", "attn_implementation: sdpa"
+        return "flash attention kernels want compute capability 8.0 or newer", ELSEWHERE
     if dtype not in (torch.bfloat16, torch.float16):
         return f"flash attention kernels do not compute in {str(dtype).removeprefix('torch.')}", "dtype: bfloat16"
     return None

@@ -83,12 +83,18 @@ def check(
     The model is left as it was: mode, counters of its sockets, cut parameters, random states.
 
     Raises:
-        Refused: naming the first layer that leaks.
+        Refused: naming the first layer that leaks, or the kind of layer that cannot be kept apart.
     """
     packs = config.packing or bool(config.eval_packing)
+    problems: list[Problem] = []
     with _as_it_was(model, sharded):
-        leak = find_leak(model, architecture, forward, device=device, packs=packs, flattens=config.padding_free)
-    process_group.collect_problems([] if leak is None else [_problem(leak, config, attention_name)])
+        try:
+            leak = find_leak(model, architecture, forward, device=device, packs=packs, flattens=config.padding_free)
+        except NotImplementedError as fault:  # a kind of layer, or of attention, that nothing keeps apart
+            problems.append(_not_apart(str(fault), config))
+        else:
+            problems += [] if leak is None else [_problem(leak, config, attention_name)]
+    process_group.collect_problems(problems)
 
 
 @torch.no_grad()
@@ -284,9 +290,13 @@ def _problem(leak: Leak, config: RunConfig, attention_name: str) -> Problem:
             remedy="attn_implementation: eager; where that leaks as well, install the releases of torch and "
             "transformers that this version is tested with",
         )  # fmt: skip
+    return _not_apart(f"tried out before training, {leak.words}", config)
+
+
+def _not_apart(why: str, config: RunConfig) -> Problem:
     key = "packing" if config.packing else "padding_free" if config.padding_free else "eval_packing"
     return Problem(
-        key=key, value=True, why=f"tried out before training, {leak.words}",
+        key=key, value=True, why=why,
         remedy=f"{key}: false trains and evaluates one document per row; or install the releases of torch and "
         "transformers that this version is tested with",
     )  # fmt: skip

@@ -140,6 +140,15 @@ def test_a_leak_refuses_the_run_with_the_layer_and_the_way_out(
     assert f"{problem.key}: false" in problem.remedy
 
 
+def test_a_kind_of_layer_that_nothing_keeps_apart_is_refused(sources: Any, text_class_model: Any) -> None:
+    architecture, model = prepared(sources, text_class_model, "lfm2")
+    mixers.detach(model)
+    with pytest.raises(Refused, match=r"packing: true[\s\S]*nothing keeps documents apart in layers of type conv"):
+        probe.check(
+            model, architecture, last_hidden, plain_config(packing=True), attention_name="sdpa", device=CPU
+        )  # fmt: skip
+
+
 def plain_config(**keys: Any) -> Any:
     from halo_core import config
 

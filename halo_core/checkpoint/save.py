@@ -107,8 +107,8 @@ def capture(
         "step": step,
         "world": process_group.world(),
         "progress": dict(progress),
-        "optimizer": {"class": type(optimizer).__name__, "parameters": sorted(updated(model, optimizer)), "scalars": scalars,
-                      "tensors": list(every_moment)},
+        "optimizer": {"class": type(optimizer).__name__, "parameters": sorted(updated(model, optimizer)),
+                      "scalars": scalars, "tensors": list(every_moment)},
         "random": agreement.gathered(random_rest),
         "identity": vars(identity),
     }

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from halo_core import process_group
 from halo_core.errors import Refused
 from halo_core.trainer import lock, run_folder
 from tests.distributed import ranks
@@ -97,7 +98,9 @@ def second_run(path: Path) -> str:
 def test_processes_of_one_run_share_their_lock_and_those_of_another_are_all_refused(tmp_path: Path) -> None:
     def together() -> bool:
         with occupied(tmp_path / "shared"):
-            return lock.holder(tmp_path / "shared" / "halo" / "lock") is not None
+            found = lock.holder(tmp_path / "shared" / "halo" / "lock")
+            process_group.barrier()  # the one that holds it stays until the other has looked
+        return found is not None
 
     assert ranks.run(2, together) == [True, True]
     child, pipe = elsewhere(tmp_path / "used")

@@ -17,10 +17,14 @@ _FIRST_MARK = 0xF0000
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a message's content begins and ends in the text, in characters; None where that cannot be told."""
+    """Where a message's content begins and ends in the text, in characters; None where that cannot be told.
+
+    `repeated`: begin and end of every place of a content that the template writes several times; then the two are None.
+    """
 
     start: int | None
     end: int | None
+    repeated: tuple[tuple[int, int], ...] = ()
 
 
 def places_of(messages: Sequence[Message], text: str, render: Callable[[tuple[Message, ...]], str]) -> list[Place]:
@@ -39,7 +43,13 @@ def places_of(messages: Sequence[Message], text: str, render: Callable[[tuple[Me
         for index in range(len(messages)):
             for opening, closing in (({index: before[index]}, {}), ({}, {index: after[index]})):
                 found |= _found(text, _render(render, _marked(messages, opening, closing)), marks) or {}
-    return [Place(start=found.get(before[index]), end=found.get(after[index])) for index in range(len(messages))]
+    return [_place(found.get(before[index], []), found.get(after[index], [])) for index in range(len(messages))]
+
+
+def _place(starts: Sequence[int], ends: Sequence[int]) -> Place:
+    if len(starts) > 1 and len(starts) == len(ends):
+        return Place(start=None, end=None, repeated=tuple(zip(starts, ends, strict=True)))
+    return Place(start=starts[0] if len(starts) == 1 else None, end=ends[0] if len(ends) == 1 else None)
 
 
 def _marks(text: str, count: int) -> str:
@@ -71,17 +81,14 @@ def _render(render: Callable[[tuple[Message, ...]], str], messages: tuple[Messag
         return None
 
 
-def _found(text: str, marked: str | None, marks: str) -> dict[str, int] | None:
-    """Return where each mark that occurs once stands in `text`, or None when the marks changed more than themselves."""
+def _found(text: str, marked: str | None, marks: str) -> dict[str, list[int]] | None:
+    """Return where each mark stands in `text`, in order, or None when the marks changed more than themselves."""
     if marked is None:
         return None
     pattern = re.compile(f"[{marks}]")
     if pattern.sub("", marked) != text:
         return None
-    found: dict[str, int] = {}
-    repeated: set[str] = set()
+    found: dict[str, list[int]] = {}
     for passed, match in enumerate(pattern.finditer(marked)):
-        if match[0] in found:
-            repeated.add(match[0])
-        found[match[0]] = match.start() - passed
-    return {mark: position for mark, position in found.items() if mark not in repeated}
+        found.setdefault(match[0], []).append(match.start() - passed)
+    return found

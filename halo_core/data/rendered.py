@@ -53,6 +53,8 @@ def others_of(rendered: Rendered, first: int) -> list[tuple[int, Span]]:
     found: list[tuple[int, Span]] = []
     for index, place in enumerate(rendered.places):
         is_learnt = rendered.messages[index]["role"] == "assistant" and index >= first
+        if not is_learnt:
+            found += [(index, span) for span in place.repeated]
         if is_learnt or (place.start is None and place.end is None):
             continue
         # With one of the two borders unknown, the character inside the known one stands for the content.

@@ -82,6 +82,17 @@ def refuse_others(rendered: Rendered, spans: Sequence[Span], first: int) -> None
                 detail = f"text of message {index} ({role}) would be learnt: {excerpt(rendered.text[start:end])}"
                 raise RowFault(UNTRUE, detail)
 
+    # A content whose place cannot be told is looked for by its letters, where they are too many for chance.
+    answers = [message for message in rendered.messages[first:] if message["role"] == "assistant"]
+    own = "\n".join(part for message in answers for part in _parts(message))
+    for index, (message, place) in enumerate(zip(rendered.messages, rendered.places, strict=False)):
+        content = message.get("content", "").strip()
+        is_told = place.start is not None or place.end is not None or place.repeated
+        if message["role"] == "assistant" or is_told or len(content) < _SHORTEST_REPEATED or content in own:
+            continue
+        if any(content in rendered.text[start:end] for start, end in spans):
+            raise RowFault(UNTRUE, f"text of message {index} ({message['role']}) would be learnt: {excerpt(content)}")
+
 
 def spelt_out(rendered: Rendered) -> tuple[str, ...]:
     """Return notes of the special tokens that contents spell out, tags of reasoning in the assistant's own apart."""

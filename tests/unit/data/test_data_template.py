@@ -549,3 +549,25 @@ def test_assistant_only_loss_false_learns_every_token_and_says_so(with_template:
     prepared = prepare(RunConfig(assistant_only_loss=False), with_template("lfm2"), rows=[{"messages": NO_SYSTEM}])
     assert all(prepared.train[0].supervised)
     assert "every token (assistant_only_loss: false)" in prepared.account.text()
+
+
+def test_question_that_a_template_writes_again_in_the_answer_is_never_learnt(with_template: WithTemplate) -> None:
+    asked = "{% set asked = namespace(text='') %}"
+    kept = "{% if message.role == 'user' %}{% set asked.text = message.content %}{% endif %}"
+    answer = "{% if message.role == 'assistant' %}{% generation %}You asked: {{ asked.text }}\n{{ message.content }}"
+    template = (
+        asked + HEADER + kept + answer + "<|im_end|>{% endgeneration %}"
+        "{% else %}{{ message.content }}<|im_end|>{% endif %}\n" + PROMPT
+    )
+    assert "text of message 0 (user) would be learnt" in refusal(with_template(template), NO_SYSTEM)
+
+
+def test_others_content_whose_place_cannot_be_told_is_known_by_its_letters(with_template: WithTemplate) -> None:
+    """This template looks at a content's length, so marks change what it writes, and no place is known."""
+    template = (
+        "{%- for message in messages -%}<|im_start|>{{ message.role }}{{ message.content | length }}\n"
+        "{% if message.role == 'assistant' %}{% generation %}{{ messages[0].content }}\n{{ message.content }}<|im_end|>"
+        "{% endgeneration %}{% else %}{{ message.content }}<|im_end|>{% endif %}\n" + PROMPT
+    )
+    messages = [user("How do I open a file, and close it again?"), assistant("Call open.")]
+    assert "text of message 0 (user) would be learnt" in refusal(with_template(template), messages)

@@ -46,7 +46,7 @@ def no_order(numbers: Tensor, window: int | None = None) -> Tensor:
 
 def nothing_but_itself(numbers: Tensor, window: int | None = None) -> Tensor:
     """Let every position see itself alone."""
-    return torch.eye(numbers.shape[1], dtype=torch.bool).expand(numbers.shape[0], -1, -1)
+    return torch.eye(numbers.shape[1], dtype=torch.bool, device=numbers.device).expand(numbers.shape[0], -1, -1)
 
 
 MASKS = {"no documents": no_documents, "no order": no_order, "nothing but itself": nothing_but_itself}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,13 @@ def checked(model: str, attention: str = "eager", **keys: Any) -> plan.Checked:
     return replace(ready, plan=replace(ready.plan, attention=attention))
 
 
+def installed(find: Callable[[str], object]) -> Any:
+    """Return what stands for importlib where packages are looked up by `find`, and all are of version 9."""
+    return SimpleNamespace(
+        util=SimpleNamespace(find_spec=find), metadata=SimpleNamespace(version=lambda name: "9.0")
+    )
+
+
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let everything be decided as on a CUDA device that has triton and flash-linear-attention."""
@@ -34,7 +42,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for rule in (short_conv_choice, delta_rule_choice):
-        monkeypatch.setattr(rule, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: object())))
+        monkeypatch.setattr(rule, "importlib", installed(lambda name: object()))
 
 
 def test_flash_attention_without_a_gpu_is_refused_with_a_way_out() -> None:
@@ -98,8 +106,7 @@ def test_mixers_are_fused_on_a_gpu() -> None:
 
 @pytest.mark.usefixtures("on_cuda")
 def test_a_missing_package_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None if name == "fla" else object()))
-    monkeypatch.setattr(delta_rule_choice, "importlib", lost)
+    monkeypatch.setattr(delta_rule_choice, "importlib", installed(lambda name: None if name == "fla" else object()))
     resolved = runtime.resolve(checked("Qwen/Qwen3.5-35B-A3B"))
     assert dict(resolved.mixers) == {"short_conv": "fused", "delta_rule": "chunked"}
     assert [n for n in resolved.notes if n.startswith("delta_rule")] == [

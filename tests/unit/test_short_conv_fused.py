@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -64,7 +65,16 @@ def test_the_rule_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert choice.fused_obstacle(dtype=torch.float32, device=cuda) is None
     assert choice.fused_obstacle(dtype=torch.float64, device=cuda) == "it does not compute in float64"
-    assert delta_rule_choice.fused_obstacle(dtype=torch.bfloat16, device=cuda) is None
+    cases = (("3.7.1", 9, True), ("3.6.0", 9, False), ("3.6.0", 8, True), ("3.3.0", 9, True))
+    for triton, capability, is_fine in cases:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=capability: (major, 0))
+        monkeypatch.setattr(importlib.metadata, "version", lambda name, found=triton: found)
+        why = delta_rule_choice.fused_obstacle(dtype=torch.bfloat16, device=cuda)
+        assert why is None, "tilelang is there"
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tilelang" else object())
+        why = delta_rule_choice.fused_obstacle(dtype=torch.bfloat16, device=cuda)
+        assert (why is None) == is_fine and (is_fine or "with triton 3.6.0" in str(why))
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert "float32 with fewer bits" in str(delta_rule_choice.fused_obstacle(dtype=torch.float32, device=cuda))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "fla" else object())
     why = delta_rule_choice.fused_obstacle(dtype=torch.bfloat16, device=cuda)

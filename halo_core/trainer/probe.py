@@ -34,10 +34,16 @@ from halo_core.sharding.sharded import Sharded
 LENGTHS = (11, 9, 6)
 """Tokens of three documents. Longer than the convolutions' taps; unequal, so that rows of them are padded."""
 
-ROUNDINGS = 8
-"""How far, in units in the last place of the dtype and as a share of an output's length, an output may move that should
-not move at all. Attention, convolutions and scans compute the same bits again; only sums over experts in another order
-differ. A real leak moves outputs next to a border by a tenth and more."""
+ROUNDINGS = 8.0
+"""How far, in units in the last place of the dtype and as a share of an output's length, a layer's output may move that
+should not move at all: its experts may be summed in another order."""
+
+MIXED = 0.5
+"""The same of what mixes tokens. Attention, convolutions and scans compute the same bits again, with whatever a mask
+hides multiplied by zero; less than this is below the rounding of what they give back."""
+
+EXACT = 1e-5
+"""The least share that counts as moved, where the dtype is finer than that."""
 
 ALONE = 0.125
 """How far, as a share of its length, the output of a layer that mixes tokens may differ between a document alone and
@@ -196,9 +202,10 @@ class _Trial:
         self, found: dict[str, Tensor], expected: dict[str, Tensor], among: Tensor, allowed: float | None = None
     ) -> str | None:
         """Return the path of the first output that differs for one of the tokens `among` [N] bool."""
-        bounds, shares = [], []
+        bounds, shares, layers = [], [], self.layers()
         for path, wanted in expected.items():
-            bounds.append(ROUNDINGS * torch.finfo(wanted.dtype).eps if allowed is None else allowed)
+            units = ROUNDINGS if path in layers else MIXED
+            bounds.append(max(EXACT, units * torch.finfo(wanted.dtype).eps) if allowed is None else allowed)
             wide, other = wanted[among].double(), found[path][among].double()
             shares.append(((other - wide).norm(dim=1) / wide.norm(dim=1).clamp(min=1e-300)).max())
         moved = [not share <= bound for share, bound in zip(torch.stack(shares).tolist(), bounds, strict=True)]

@@ -50,8 +50,8 @@ def verified(rendered: Rendered, spans: Sequence[tuple[int, Span]], first: int) 
             notes.add(NOTE_UNMARKED)
             continue
         said = text[own[0][0] : own[-1][1]]
-        content = messages[index].get("content", "").strip()
-        if place is None and content and not messages[index].get("tool_calls") and content[-40:] not in said:
+        answer = _pieces(messages[index].get("content", ""))[-1:]
+        if place is None and answer and not messages[index].get("tool_calls") and answer[0][-40:] not in said:
             raise RowFault(UNTRUE, f"the content of message {index} is not in its turn: {excerpt(said)}")
         called = called_names(messages[index])
         lost = sorted({name for name in called if said.count(name) < called.count(name)})

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -199,8 +199,3 @@ def _refused(architecture: Architecture, why: str) -> Refused:
             by=architecture.plugin,
         )
     )
-
-
-def mixer_kinds(architecture: Architecture) -> Iterator[str]:
-    """Yield the kinds of kernel that an architecture's mixers call, each once."""
-    yield from dict.fromkeys(kind for spec in architecture.mixers for kind in spec.functions.values())

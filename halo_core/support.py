@@ -43,7 +43,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(
         feature="attention:flash_attention_2",
         what="any exact flash attention kernel that is installed",
-        built=False,
+        built=True,
         instead="leave attn_implementation out, or set it to sdpa or eager",
     ),
     Mechanism(feature="balancing:none", what="no load balancing", built=True),
@@ -83,13 +83,13 @@ MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(
         feature="packing",
         what="several rows in one sequence, kept apart in every layer",
-        built=False,
+        built=True,
         instead="set packing: false",
     ),
     Mechanism(
         feature="padding_free",
         what="a batch flattened to its real tokens",
-        built=False,
+        built=True,
         instead="set padding_free: false",
     ),
     Mechanism(feature="lora", what="low-rank adapters", built=False, instead="set use_peft: false"),
@@ -101,11 +101,11 @@ MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(
         feature="bf16",
         what="bf16 weights and moments with stochastic rounding",
-        built=False,
+        built=True,
         instead="set bf16: false; dtype: bfloat16 trains in bf16 under torch's own optimizer",
     ),
     Mechanism(
-        feature="fp32_router", what="router weights and routing in fp32", built=False, instead="set fp32_router: false"
+        feature="fp32_router", what="router weights and routing in fp32", built=True, instead="set fp32_router: false"
     ),
     Mechanism(
         feature="lowp", what="training aware of 8-bit or 4-bit weights", built=False, instead="remove lowp_precision"

@@ -22,7 +22,7 @@ RUN_MECHANISMS: tuple[Mechanism, ...] = (
     Mechanism(
         feature="fp32_grad_reduce",
         what="gradients summed over processes in fp32",
-        built=False,
+        built=True,
         instead="set fp32_grad_reduce: false",
     ),
     Mechanism(

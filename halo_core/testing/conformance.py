@@ -33,10 +33,12 @@ from halo_core.models.build import build_meta
 from halo_core.models.tiny import tiny_config
 from halo_core.registry import Architecture, Registry, size
 from halo_core.support import Cell
+from halo_core.testing import isolation, packed_runs
 from halo_core.testing.balanced import balanced_by_hand, observe_balanced
 from halo_core.testing.cases import Case, make_cases
 from halo_core.testing.cells import ASKS, assert_refused, is_familys_no, supported_cells, unsupported_cells
 from halo_core.testing.compare import ABSOLUTE, REORDERED, assert_same
+from halo_core.testing.precision import prove_bf16, prove_fp32_router
 from halo_core.testing.product import checked, layer_passes, observe
 from halo_core.testing.several import trained
 
@@ -119,6 +121,18 @@ def prove_ep(registry: Registry, case: Case) -> None:
     assert_equals_one_process(registry, case, {"expert_parallel_size": 2})
 
 
+def prove_packing(registry: Registry, case: Case) -> None:
+    """Documents of a pack are what each is alone, in every layer, and a run of packs is a run of its rows."""
+    isolation.prove_packing(registry, case)
+    packed_runs.prove_packing(registry, case)
+
+
+def prove_padding_free(registry: Registry, case: Case) -> None:
+    """A batch flattened to one row is what its rows are alone, in every layer and over a run."""
+    isolation.prove_padding_free(registry, case)
+    packed_runs.prove_padding_free(registry, case)
+
+
 def prove_fsdp(registry: Registry, case: Case) -> None:
     """Two processes that hold half of every tensor compute what one process does."""
     assert_equals_one_process(registry, case, {})
@@ -148,6 +162,10 @@ PROOFS: Mapping[str, Proof] = MappingProxyType(
         "fsdp": prove_fsdp,
         "balancing:none": prove_balancing_none,
         "balancing:bias_update": prove_bias_update,
+        "packing": prove_packing,
+        "padding_free": prove_padding_free,
+        "bf16": prove_bf16,
+        "fp32_router": prove_fp32_router,
     }
 )
 """Every built feature that a family may answer `Supported(proof="cpu")`. A mechanism that lands without its proof here
@@ -196,6 +214,7 @@ PROBES: Mapping[str, Callable[[Case], None]] = MappingProxyType(
     {
         "grouped_gemm": probe_grouped_gemm,
         "ep": probe_grouped_gemm,
+        "fp32_router": probe_grouped_gemm,
         "balancing:bias_update": probe_selection_bias,
         "attention:sdpa": probe_attention("sdpa"),
         "attention:eager": probe_attention("eager"),

@@ -10,15 +10,9 @@ from halo_core import plan, registry
 from halo_core.cli.plan_table import parameter_table, print_parameters, print_plan
 from halo_core.models.sizes import model_of_plan
 from halo_core.optim.groups import by_group, trained
-from tests.built import as_built
 
 GIVEN = {"model_name_or_path": "tiny", "family": "gpt_oss", "dataset_name": "rows.jsonl", "bf16": True,
          "fp32_router": True, "gradient_accumulation_steps": 2}
-
-
-@pytest.fixture(autouse=True)
-def _built(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_built(monkeypatch, "bf16", "fp32_router")
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:

@@ -18,25 +18,9 @@ from halo_core.testing.conformance import Suite
 from halo_core.testing.precision import bf16_step, prove_bf16, prove_fp32_router
 from halo_core.testing.product import observe
 from halo_core.trainer import step
-from tests.built import as_built
 
 ALL = sorted(architecture.name for architecture in registry.load().architectures())
 MOE = sorted(architecture.name for architecture in registry.load().architectures() if architecture.spec.is_moe)
-
-
-@pytest.fixture(autouse=True)
-def _built(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_built(monkeypatch, "bf16", "fp32_router")
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_bf16_is_shown(name: str, suite: Suite) -> None:
-    prove_bf16(suite.registry, suite.cases[name])
-
-
-@pytest.mark.parametrize("name", MOE)
-def test_fp32_router_is_shown(name: str, suite: Suite) -> None:
-    prove_fp32_router(suite.registry, suite.cases[name])
 
 
 def test_the_step_of_bf16_numbers_is_the_distance_to_their_neighbour() -> None:

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 import halo_core
 from halo_core import registry
 from halo_core.models.tiny import write_tiny
-from tests.built import as_built
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"{n} and {n + 1}"}]}
@@ -24,11 +23,6 @@ KEYS = {
     "max_steps": 6, "save_steps": 3, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "bf16": True,
     "logging_steps": 100, "weight_decay": 0.1,
 }
-
-
-@pytest.fixture(autouse=True)
-def _built(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_built(monkeypatch, "bf16", "fp32_router")
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from halo_core.errors import Refused
 from halo_core.models import masks
 from halo_core.testing import ranks
 from halo_core.trainer import run as training
-from tests.built import as_built
 from tests.leaking import no_documents
 
 ROWS = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c d"}]}] * 8
@@ -37,7 +36,6 @@ def checked(folder: Path, **keys: Any) -> plan.Checked:
 def test_probe_passes_where_the_model_is_cut_and_refuses_on_every_rank(
     keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    as_built(monkeypatch, "packing")
     whole, leaking = checked(tmp_path / "whole", **keys), checked(tmp_path / "leaking", **keys)
     cut: list[bool] = []
 

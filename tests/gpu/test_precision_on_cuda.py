@@ -14,7 +14,6 @@ import halo_core
 from halo_core import registry as facts
 from halo_core.models.fp32_router import routers
 from halo_core.models.tiny import write_tiny
-from tests.built import as_built
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -52,7 +51,6 @@ def run(folder: Path, out: Path, **settings: Any) -> list[float]:
 def test_bf16_on_cuda_repeats_itself_and_is_the_cpus(
     architecture: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    as_built(monkeypatch, "bf16", "fp32_router")
     write_tiny(architecture, tmp_path / "model")
     keys = {"fp32_router": True} if architecture.spec.is_moe else {}
     one = run(tmp_path / "model", tmp_path / "one", **keys)
@@ -72,7 +70,6 @@ def test_bf16_on_cuda_repeats_itself_and_is_the_cpus(
 def test_routers_in_fp32_are_called_in_fp32_on_cuda(
     architecture: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    as_built(monkeypatch, "bf16", "fp32_router")
     write_tiny(architecture, tmp_path / "model")
     seen: set[torch.dtype] = set()
 

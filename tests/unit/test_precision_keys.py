@@ -23,7 +23,6 @@ from halo_core.models.sizes import model_of_plan, sizes_of, sizes_of_plan
 from halo_core.models.tiny import tiny_config
 from halo_core.optim.build import build_optimizer
 from halo_core.optim.groups import by_group, by_pattern, log_lines, trained
-from tests.built import as_built
 
 PAGE = Path(__file__).parents[2] / "docs" / "precision-and-optimizer.md"
 FP32, BF16 = "float32", "bfloat16"
@@ -47,11 +46,6 @@ for _dtype in DTYPES:
     _masters = (BF16, "AdamWFP32", 16, 18)
     TABLE[_dtype, False, "adamw_fp32"] = _masters if _dtype in (BF16, "auto, bf16 source") else "optim"
     TABLE[_dtype, True, "adamw_fp32"] = "dtype" if _dtype == FP32 else _masters
-
-
-@pytest.fixture(autouse=True)
-def _built(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_built(monkeypatch, "bf16", "fp32_router", "fp32_grad_reduce")
 
 
 def source(folder: Path, dtype: str, name: str = "qwen3_moe") -> str:

@@ -19,7 +19,6 @@ from halo_core.models import hidden, mixers, sockets
 from halo_core.models.hidden import last_hidden
 from halo_core.trainer import probe
 from halo_core.trainer.probe import LATER, NOT_ALONE, OTHER, Leak
-from tests.built import as_built
 from tests.leaking import LEAKS, breaks
 
 ALL = ("gpt_oss", "qwen3_moe", "qwen3", "qwen3_5_moe", "qwen3_5", "gemma4_moe", "gemma4", "lfm2_moe", "lfm2")
@@ -168,7 +167,6 @@ def run_of(tmp_path: Path, **keys: Any) -> None:
 
 
 def test_a_run_on_packs_is_refused_before_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_built(monkeypatch, "packing")
     breaks("no documents", None, None, monkeypatch)
     with pytest.raises(Refused, match=r"packing: true[\s\S]*self_attn"):
         run_of(tmp_path, packing=True, max_length=64)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import json
 import os
 import re
 import runpy
@@ -39,6 +40,9 @@ WHOLE: Mapping[str, Callable[[], str]] = {
     "docs/configuration.md": describe.markdown,
     "docs/pictures/expert-parallelism.svg": lambda: runpy.run_path(
         str(ROOT / "docs" / "pictures" / "expert_parallelism.py")
+    )["svg"](),
+    "docs/pictures/small-rates.svg": lambda: runpy.run_path(
+        str(ROOT / "docs" / "pictures" / "small_rates.py")
     )["svg"](),
     "docs/receipts.md": lambda: receipts.markdown(read_receipts(ROOT / "receipts")),
     "docs/support-matrix.md": lambda: run("halo matrix --markdown")[1],
@@ -221,11 +225,31 @@ KINDS: Mapping[str, Callable[[str, Mapping[str, str]], str]] = {
     "first python block of": first_python_block,
     "table": table,
 }
+def optimizer_steps() -> str:
+    """Return the receipts of single optimizer steps: time, bandwidth, and what AdamWBF16 takes of each."""
+    lines = ["| parameters | optimizer | a step | bandwidth | of a copy's | AdamWBF16 takes | made |",
+             "| --- | --- | --- | --- | --- | --- | --- |"]
+    for file in sorted((ROOT / "receipts" / "optimizer").glob("*.json")):
+        made = json.loads(file.read_text(encoding="utf-8"))
+        with_what = made["environment"]
+        where = f"{with_what['device']}, torch {with_what['torch']}, triton {with_what['triton']}, {made['date'][:10]}"
+        copied, steps = made["result"]["copy_bytes_per_second"], made["result"]["steps"]
+        for step in steps:
+            moved = step["least_bytes"] / step["seconds"]
+            lines.append(
+                f"| {made['fixture']['parameters'] / 1e9:.2f} billion | {step['name']} "
+                f"| {step['seconds'] * 1e3:.2f} ms | {moved / 1e12:.2f} TB/s | {moved / copied:.0%} "
+                f"| {steps[0]['seconds'] / step['seconds']:.2f} of it | {where} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "names of TRL": names_of_trl,
     "not built": not_built,
     "bytes of exchanges": bytes_of_exchanges,
     "memory by degree": memory_by_degree,
+    "optimizer steps": optimizer_steps,
 }
 
 

@@ -121,9 +121,9 @@ def test_unknown_name_in_matrix_is_refused_with_what_there_is(halo: Halo, words:
 
 
 def test_matrix_of_a_run_says_who_asked_for_each_feature(halo: Halo, run_yaml: Write) -> None:
-    code, out, _ = halo("matrix", "--config", run_yaml(packing="true"))
+    code, out, _ = halo("matrix", "--config", run_yaml(torch_compile="true"))
     assert code == 0
-    assert "packing: true" in out and "not built yet" in out
+    assert "torch_compile: true" in out and "not built yet" in out
     code, _, err = halo("matrix", "--config", run_yaml(learning_rat="1e-5"))
     assert code == 2
     assert "learning_rate" in err

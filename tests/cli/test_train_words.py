@@ -46,14 +46,14 @@ def test_a_run_may_have_no_file_at_all(halo: Halo, planned: list[object]) -> Non
 def test_dry_run_prints_the_plan_and_passes_where_only_mechanisms_are_missing(
     halo: Halo, tmp_path: Path, run_yaml: Write
 ) -> None:
-    file = run_yaml(packing="true")
+    file = run_yaml(torch_compile="true")
     code, out, _ = halo("train", file, "--dry-run")
     assert code == 0
-    for word in ("packing", "not built yet", "lfm2_moe", "parameters", "optimizer state", "tokens per step"):
+    for word in ("compile", "not built yet", "lfm2_moe", "parameters", "optimizer state", "tokens per step"):
         assert word in out, word
     code, out, err = halo("train", file)
     assert (code, out) == (2, "")
-    assert "packing" in err and "do:  set packing: false" in err
+    assert "torch_compile" in err and "do:  set torch_compile: false" in err
     assert not (tmp_path / "out").exists()
 
 

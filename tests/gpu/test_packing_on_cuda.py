@@ -47,6 +47,8 @@ BUILT = all(support.mechanism(name).built for name in ("packing", "padding_free"
 
 BF16 = 1e-2
 """Relative norm: a bf16 number is off by up to 2 ** -9, and what is computed from several by a few times that."""
+OF_SINKS = 2e-2
+"""Relative norm, for a sink's gradient: a sum over all tokens whose terms have both signs. 0.0104 on an H200."""
 FP32 = 1e-5
 """Relative norm: the same sums in another order."""
 WORSE = 3.0
@@ -141,7 +143,9 @@ def test_kernel_of_attention(
     kernel = attention_choice.kernel("flash", size)
     assert kernel is (wide.attend if size > 256 else flash.attend)
     right = with_gradients(partial(reference.attend, **settings), given, torch.float32)
-    assert_alike(with_gradients(partial(kernel, **settings), given, torch.bfloat16), right, BF16)
+    found = with_gradients(partial(kernel, **settings), given, torch.bfloat16)
+    assert {name for name, distance in distances(found, right).items()
+            if not distance <= (OF_SINKS if name == "sinks" else BF16)} == set()
 
 
 def test_kernel_of_attention_would_be_caught_with_a_border_missed() -> None:

@@ -69,6 +69,9 @@ LATER = "a token changes when a later one does"
 OTHER = "a document changes when another one in its row does"
 NOT_ALONE = "a document among others is not what it is alone"
 
+ELSEWHERE = "a layer of another process"
+"""The path of a leak that was seen by other processes only: they name it, and all refuse alike."""
+
 Forward = Callable[[Any, Any], Any]
 """(model, batch) -> last hidden states [B, S, H]."""
 
@@ -99,7 +102,8 @@ def check(
         except NotImplementedError as fault:  # a kind of layer, or of attention, that nothing keeps apart
             problems.append(_not_apart(str(fault), config))
         else:
-            problems += [] if leak is None else [_problem(leak, config, attention_name)]
+            seen_here = leak is not None and leak.path != ELSEWHERE
+            problems += [_problem(leak, config, attention_name)] if leak is not None and seen_here else []
     process_group.collect_problems(problems)
 
 
@@ -113,7 +117,7 @@ def find_leak(
     packs: bool = False,
     flattens: bool = False,
 ) -> Leak | None:
-    """Return the first leak, or None.
+    """Return the first leak, or None; all processes or none return one, since their forwards communicate.
 
     packs: whether rows hold several documents. flattens: whether a batch is one row of them. Rows of one document are
     tried always, with and without padding.
@@ -211,9 +215,11 @@ class _Trial:
         moved = [not share <= bound for share, bound in zip(torch.stack(shares).tolist(), bounds, strict=True)]
         return next((path for path, is_moved in zip(expected, moved, strict=True) if is_moved), None)
 
-    def leak(self, path: str, what: str) -> Leak:
-        """Return what was found at `path`."""
-        return Leak(path=path, module=self.classes[path], what=what)
+    def leak(self, path: str | None, what: str) -> Leak | None:
+        """Return what was found at `path`, None where no process found anything; a collective."""
+        if not process_group.any_rank(path is not None):
+            return None
+        return Leak(path=path or ELSEWHERE, module=self.classes[path] if path else "", what=what)
 
 
 def _sees_later(trial: _Trial, rows: list[Row], changed: int) -> Leak | None:
@@ -222,10 +228,9 @@ def _sees_later(trial: _Trial, rows: list[Row], changed: int) -> Leak | None:
     same = torch.ones(sum(len(row.input_ids) for row in rows), dtype=torch.bool, device=trial.device)
     same[changed : len(rows[0].input_ids)] = False
     found = trial.run([_other(rows[0], changed, changed + 1, trial.model.config.vocab_size), *rows[1:]], same)
-    path = trial.first_moved(found, expected, same)
-    if path is not None:
-        return trial.leak(path, LATER)
-    if trial.first_moved(found, expected, ~same) is None:
+    if leak := trial.leak(trial.first_moved(found, expected, same), LATER):
+        return leak
+    if process_group.any_rank(trial.first_moved(found, expected, ~same) is None):
         raise RuntimeError("the probe sees no token of its own: a changed one changes nothing in any layer")
     return None
 
@@ -236,21 +241,19 @@ def _sees_others(trial: _Trial, rows: list[Row]) -> Leak | None:
     expected = trial.run(rows)
     same = torch.arange(sum(len(row.input_ids) for row in rows), device=trial.device) >= first
     found = trial.run([_other(rows[0], 0, first, trial.model.config.vocab_size), *rows[1:]], same)
-    if path := trial.first_moved(found, expected, same):
-        return trial.leak(path, OTHER)
+    if leak := trial.leak(trial.first_moved(found, expected, same), OTHER):
+        return leak
     changed = first + len(rows[1].input_ids) - 4
     same = ~torch.zeros_like(same)
     same[changed : first + len(rows[1].input_ids)] = False
     later = _other(rows[1], changed - first, changed - first + 1, trial.model.config.vocab_size)
     found = trial.run([rows[0], later, *rows[2:]], same)
-    if path := trial.first_moved(found, expected, same):
-        return trial.leak(path, LATER)
+    if leak := trial.leak(trial.first_moved(found, expected, same), LATER):
+        return leak
     everything = torch.ones_like(same)
     found = trial.run(rows, everything, form=lambda alone: collate(alone, 0))
     mixing = {path: tensor for path, tensor in expected.items() if path not in trial.layers()}
-    if path := trial.first_moved(found, mixing, everything, allowed=ALONE):
-        return trial.leak(path, NOT_ALONE)
-    return None
+    return trial.leak(trial.first_moved(found, mixing, everything, allowed=ALONE), NOT_ALONE)
 
 
 def _documents(vocabulary: int) -> list[Row]:

@@ -13,11 +13,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from halo_core import config as configuration
-from halo_core import plan
+from halo_core import plan, process_group
 from halo_core import registry as facts
 from halo_core.errors import Refused
 from halo_core.models import masks
 from halo_core.testing import ranks
+from halo_core.trainer import probe
 from halo_core.trainer import run as training
 from tests.leaking import no_documents
 
@@ -62,3 +63,30 @@ def test_probe_passes_where_the_model_is_cut_and_refuses_on_every_rank(
     assert shards == [True]
     assert passed == "seen enough"
     assert "a document changes when another one in its row does, first in model.layers.1.self_attn" in leaked
+
+
+@pytest.mark.parametrize(
+    "keys", [{"expert_parallel_size": 2}, {"fsdp_reshard_after_forward": True}], ids=["ep", "shard"]
+)
+@pytest.mark.parametrize("call", [1, 2], ids=["leak", "no token"])
+def test_what_one_rank_alone_sees_ends_the_run_on_every_rank(
+    keys: dict[str, Any], call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = checked(tmp_path, **keys)
+    real, calls = probe._Trial.first_moved, []
+
+    def first_moved(trial: Any, found: Any, expected: Any, *given: Any, **named: Any) -> str | None:
+        calls.append(1)
+        if process_group.rank() == 1 and len(calls) == call:
+            return next(iter(expected)) if call == 1 else None
+        return real(trial, found, expected, *given, **named)
+
+    def run() -> str:
+        monkeypatch.setattr(probe._Trial, "first_moved", first_moved)
+        with pytest.raises((Refused, RuntimeError)) as fault:
+            training.train(ready, rows=ROWS, say=lambda text: None)
+        return str(fault.value)
+
+    first, second = ranks.run(2, run, timeout=60)
+    assert first == second
+    assert ("rank 1" in first and probe.LATER in first) if call == 1 else "sees no token of its own" in first

@@ -26,5 +26,5 @@ def rotate(output_dir: Path, *, limit: int | None, keep: Collection[Path]) -> li
     for path in surplus:
         # Renamed first, so that a kill in between leaves a name that is cleaned and never a half-empty checkpoint.
         leaving = path.rename(path.with_name(path.name + atomic.PARTIAL))
-        shutil.rmtree(leaving)
+        shutil.rmtree(leaving, ignore_errors=True)  # no reason to end a run: the next start cleans the name
     return surplus

@@ -237,3 +237,18 @@ def test_checkpoint_holds_no_pickle(small: Any, tmp_path: Path) -> None:
     names = sorted(path.name for path in (tmp_path / "checkpoint-1").iterdir())
     assert names == ["complete.json", "optimizer.safetensors", "random.safetensors", "state.json",
                      "weights.safetensors"]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*given: object, **named: object) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    for step in (1, 2):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "state.json").write_text("{}")
+    old, new = (tmp_path / f"checkpoint-{step}" for step in (1, 2))
+    monkeypatch.setattr(atomic, "checkpoints", lambda folder: [old, new])
+    monkeypatch.setattr(os, "rmdir", refuses)
+    assert rotation.rotate(tmp_path, limit=1, keep=[new]) == [old]
+    assert not old.exists() and new.is_dir()

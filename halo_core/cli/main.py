@@ -238,6 +238,10 @@ def explain(fault: BaseException, words: Sequence[str] = ("train",)) -> tuple[in
         return EXIT_BUG, f"{trace}halo: {fault}\nTell its authors, or leave it out with HALO_DISABLE_PLUGINS"
     if isinstance(fault, BrokenPipeError):  # only of one process among several, which may not leave the others
         return EXIT_BUG, "halo: nobody reads the output any more"
+    from halo_core.checkpoint.atomic import SaveFailed
+
+    if isinstance(fault, SaveFailed):
+        return EXIT_MISTAKE, f"halo: {fault.what}\n    do:  {fault.remedy}"
     # The classes of the command line's own mistakes depend on typer's version: some bring a click of their own.
     if callable(said := getattr(fault, "format_message", None)):
         return EXIT_MISTAKE, f"halo: {said()}\nTry: {_help_line(words)}"

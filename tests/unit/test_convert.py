@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from halo_core.checkpoint import convert, export_files
 from halo_core.checkpoint.atomic import SaveFailed
 from halo_core.checkpoint.convert import convert_to_bf16
+from halo_core.cli.main import explain
 from halo_core.errors import Refused
 from halo_core.models.safetensors_files import read_file
 
@@ -160,3 +161,9 @@ def test_a_full_disk_leaves_nothing_behind(sources: Any, tmp_path: Path, monkeyp
     with pytest.raises(SaveFailed, match="No space left on device"):
         convert_to_bf16(sources.folder("lfm2"), tmp_path / "out", sources.registry)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_told_with_the_way_out_and_not_as_a_fault_of_ours() -> None:
+    code, text = explain(SaveFailed(what="out could not be written: no space", remedy="free some space"))
+    assert code == 2
+    assert text == "halo: out could not be written: no space\n    do:  free some space"

@@ -45,11 +45,12 @@ class Saver:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        going, self._going = self._going, None
+        going = self._going
         if going is not None and going.thread is not None:
             if isinstance(error, KeyboardInterrupt):
                 return  # the thread keeps its memory, and ends with the process
             going.thread.join()
+        self._going = None
         self._memory.close()
 
     @property
@@ -91,11 +92,12 @@ class Saver:
         Raises:
             SaveFailed: on every process, as `save.write`.
         """
-        going, self._going = self._going, None
+        going = self._going
         if going is None:
             return None
         if going.thread is not None:
-            going.thread.join()
+            going.thread.join()  # still going until here: a signal meanwhile must not unlock what the thread reads
+        self._going = None
         if going.error is not None:
             raise going.error
         return going.path
@@ -103,7 +105,7 @@ class Saver:
     def _go(self, going: _Beside, captured: Capture, after: Callable[[Path, Any], None]) -> None:
         try:
             path = write(captured, self._group)
+            going.path = path  # whole, whatever becomes of what follows
             after(path, self._group)
-            going.path = path
         except BaseException as error:  # whoever takes the end of the save hears of it
             going.error = error

@@ -225,3 +225,37 @@ def test_the_memory_that_copies_take_is_told_once(small: Any, tmp_path: Path) ->
     small.run(tmp_path, raises=True, max_steps=3, reporters=(Notes(),), **BESIDE)
     assert [text for text in said if "GiB in host memory" in text] == [
         "save_async keeps 0.000 GiB in host memory for each process's part of a checkpoint"]
+
+
+def test_a_second_signal_while_a_save_is_awaited_leaves_its_memory(
+    small: Any, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bool] = []
+    monkeypatch.setattr(HostMemory, "close", lambda self: closed.append(True))
+
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Saver(beside=True, timeout=60.0) as saver:  # noqa: PT012
+        saver.begin(capture(tmp_path, **common(*trained(small))), lambda path, group: None)
+        going = saver._going
+        assert going is not None and going.thread is not None
+        thread = going.thread
+        with monkeypatch.context() as patch:
+            patch.setattr(thread, "join", interrupted)
+            saver.taken()
+    assert thread.is_alive() and not closed
+    gate.opened.set()
+    thread.join(60)
+
+
+def test_a_written_checkpoint_is_kept_in_mind_where_what_follows_fails(small: Any, tmp_path: Path) -> None:
+    def fails(path: Path, group: Any) -> None:
+        raise OSError("busy")
+
+    with Saver(beside=False, timeout=60.0) as saver:
+        saver.begin(capture(tmp_path, **common(*trained(small))), fails)
+        assert saver._going is not None
+        assert saver._going.path == tmp_path / "checkpoint-1"
+        with pytest.raises(OSError, match="busy"):
+            saver.taken()

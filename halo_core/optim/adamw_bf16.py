@@ -122,7 +122,16 @@ class NamedAdamW(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. torch alone would cast fp32 state to the parameter's dtype."""
+        """Load what `state_dict` returned. torch alone would cast fp32 state to the parameter's dtype.
+
+        Raises:
+            ValueError: it is the state of parameters of other names.
+        """
+        for saved_group, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            theirs, ours = saved_group.get("param_names"), group["param_names"]
+            if theirs is not None and list(theirs) != list(ours):
+                other = next((pair for pair in zip(theirs, ours, strict=False) if pair[0] != pair[1]), (theirs, ours))
+                raise ValueError(f"the state is of {other[0]} where this optimizer has {other[1]}")
         super().load_state_dict(dict(state_dict))
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -130,7 +139,7 @@ class NamedAdamW(torch.optim.Optimizer):
             saved = state_dict["state"].get(number)
             if saved is not None:
                 self.state[parameter] = {
-                    key: int(value) if key == STEP else value.to(parameter.device, self._state_dtype(parameter))
+                    key: int(value) if key == STEP else value.to(parameter.device, self._state_dtype(parameter)).contiguous()  # kernels write here
                     for key, value in saved.items()
                 }
 

@@ -279,3 +279,26 @@ def test_groups_say_which_rule_they_take() -> None:
 def test_wrong_parameters_and_gradients_are_named(wrong: Callable[[], Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         wrong()
+
+
+def test_loaded_moments_that_lie_otherwise_move_all_the_same() -> None:
+    parameters = four()
+    optimizer = optimizer_of(parameters)
+    optimizer.update(gradients_of(parameters, 1), None)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for values in saved["state"].values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            if values[key].dim() == 2:
+                values[key] = values[key].t().contiguous().t()
+    again = copy.deepcopy(parameters)
+    other = optimizer_of(again)
+    other.load_state_dict(saved)
+    optimizer.update(gradients_of(parameters, 2), None)
+    other.update(gradients_of(parameters, 2), None)
+    assert_same(everything(parameters, optimizer), everything(again, other))
+
+
+def test_state_of_other_parameters_is_refused_by_name() -> None:
+    one, other = optimizer_of(four()), optimizer_of({f"{name}s": value for name, value in four().items()})
+    with pytest.raises(ValueError, match="the state is of matrix where this optimizer has matrixs"):
+        other.load_state_dict(one.state_dict())

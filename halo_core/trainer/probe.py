@@ -304,6 +304,11 @@ def _problem(leak: Leak, config: RunConfig, attention_name: str) -> Problem:
 
 
 def _not_apart(why: str, config: RunConfig) -> Problem:
+    if not (config.packing or config.padding_free or config.eval_packing):
+        return Problem(
+            key="attn_implementation", value=config.attn_implementation, why=why,
+            remedy="attn_implementation: eager, or sdpa where the model has it",
+        )  # fmt: skip
     key = "packing" if config.packing else "padding_free" if config.padding_free else "eval_packing"
     return Problem(
         key=key, value=True, why=why,

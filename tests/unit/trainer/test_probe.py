@@ -177,3 +177,15 @@ def test_a_run_whose_tokens_see_later_ones_is_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr(hidden, "padding_mask", seen_by_all)
     with pytest.raises(Refused, match=r"attn_implementation: sdpa[\s\S]*a later one does"):
         run_of(tmp_path, attn_implementation="sdpa")
+
+
+def test_what_a_run_without_packs_cannot_compute_is_told_by_its_attention(
+    sources: Any, text_class_model: Any
+) -> None:
+    architecture, model = prepared(sources, text_class_model, "qwen3")
+
+    def cannot(*given: Any) -> Any:
+        raise NotImplementedError("attention with a softcap is not computed")
+
+    with pytest.raises(Refused, match=r"attn_implementation[\s\S]*softcap[\s\S]*attn_implementation: eager"):
+        probe.check(model, architecture, cannot, plain_config(), attention_name="sdpa", device=CPU)

@@ -139,7 +139,8 @@ class NamedAdamW(torch.optim.Optimizer):
             saved = state_dict["state"].get(number)
             if saved is not None:
                 self.state[parameter] = {
-                    key: int(value) if key == STEP else value.to(parameter.device, self._state_dtype(parameter)).contiguous()  # kernels write here
+                    key: int(value) if key == STEP
+                    else value.to(parameter.device, self._state_dtype(parameter)).contiguous()  # kernels write here
                     for key, value in saved.items()
                 }
 

@@ -177,8 +177,10 @@ def collect_problems(problems: Iterable[Problem], group: Any = None) -> None:
 
 
 @contextmanager
-def together() -> Iterator[None]:
+def together(group: Any = None) -> Iterator[None]:
     """Make a refusal inside the block one that every rank raises; the block itself may not communicate.
+
+    group: a `side_group`, whose timeout is then how much longer one rank's block may take than another's; or all's own.
 
     Raises:
         Refused: see `collect_problems`.
@@ -188,7 +190,7 @@ def together() -> Iterator[None]:
         yield
     except Refused as refusal:
         problems = refusal.problems
-    collect_problems(problems)
+    collect_problems(problems, group)
 
 
 def placement_problems(places: Sequence[tuple[str, str]]) -> list[Problem]:

@@ -58,6 +58,9 @@ from halo_core.trainer.report import Reporter, StepReport
 from halo_core.trainer.run_folder import RunFolder
 from halo_core.trainer.stopped import TrainingStopped
 
+LONGEST_PREPARATION = 24 * 3600.0
+"""Seconds that ranks whose rows are ready wait for those that still prepare theirs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
@@ -92,7 +95,8 @@ def train(
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="halo-") as scratch, ExitStack() as held:
-        with process_group.together():
+        # One rank may find its rows in the cache of its machine while another prepares them for hours.
+        with process_group.together(process_group.side_group(LONGEST_PREPARATION)):
             name = _model_name(checked, Path(scratch))
             tokenizer = load_tokenizer(name, revision=config.model_revision, trust_remote_code=config.trust_remote_code)
             prepared = prepare(

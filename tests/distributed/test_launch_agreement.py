@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ import torch.distributed as dist
 from halo_core import process_group
 from halo_core.errors import Problem, Refused
 from halo_core.ranks import Ranks, first_host, ranks_from, spans
+from halo_core.trainer import run
 from tests.distributed import launchers, ranks
 from tests.distributed.launchers import Forked
 
@@ -98,6 +103,52 @@ def test_a_refusal_of_some_ranks_is_raised_by_all_with_their_numbers() -> None:
     assert all_ranks == ("seed: 1\n    why: odd\n    do:  seed: 2", True)
     assert two == ("ranks 1-2: seed: 1\n    why: odd\n    do:  seed: 2", True)
     assert one_more[0].splitlines()[3] == "2. rank 1, rows.jsonl:7:"
+
+
+def waiting_for_a_slow_rank() -> list[Any]:
+    impatient, patient = process_group.side_group(0.3), process_group.side_group(60.0)
+
+    def block(group: Any, problems: list[Problem]) -> None:
+        with process_group.together(group):
+            if dist.get_rank() == 1:
+                time.sleep(1.0)  # it is the time itself that is in question
+            if problems:
+                raise Refused(problems)
+
+    found = [refusal(block, patient, []), refusal(block, patient, [PROBLEM] if dist.get_rank() == 1 else [])]
+    try:
+        block(impatient, [])
+        gave_up = False
+    except RuntimeError:
+        gave_up = True
+    return [*found, gave_up]
+
+
+def test_a_rank_that_takes_longer_than_the_others_is_waited_for_as_long_as_its_group_says() -> None:
+    answers = ranks.run(2, waiting_for_a_slow_rank)
+    told = ("rank 1: seed: 1\n    why: odd\n    do:  seed: 2", True)
+    assert [answer[:2] for answer in answers] == [[None, told]] * 2, "a slow rank's refusal still is everybody's"
+    assert answers[0][2], "otherwise nothing was waited for above"
+
+
+def test_rows_are_waited_for_longer_than_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[Any] = []
+
+    @contextmanager
+    def heard(group: Any = None) -> Iterator[None]:
+        groups.append(group)
+        yield
+
+    def refused(*_: Any) -> Any:
+        raise Refused(PROBLEM)
+
+    monkeypatch.setattr(process_group, "side_group", lambda timeout: f"waits {timeout:.0f} s")
+    monkeypatch.setattr(process_group, "together", heard)
+    monkeypatch.setattr(run.preflight, "start", lambda config: None)
+    monkeypatch.setattr(run, "_model_name", refused)
+    with pytest.raises(Refused):
+        run.train(SimpleNamespace(config=None, plan=SimpleNamespace(notes=()), architecture=None))  # type: ignore[arg-type]
+    assert groups == ["waits 86400 s"]
 
 
 def talking() -> list[Any]:

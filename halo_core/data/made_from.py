@@ -44,12 +44,16 @@ def limit_of(config: RunConfig, name: str) -> int | None:
 def tokenizer_digest(tokenizer: Any) -> str:
     """Return 32 hexadecimal digits that are equal exactly when two tokenizers make the same tokens.
 
-    Of a fast tokenizer the whole of tokenizer.json counts, but for padding and truncation, which rows never have.
+    Of a fast tokenizer the whole of tokenizer.json counts, but for padding and truncation, which rows never have. What
+    it does with its added tokens is also seen by doing it, whatever setting it follows from.
     """
     parts: list[Any] = [sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())]
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        whole = json.loads(backend.to_str())
+    parts.append({name: str(getattr(tokenizer, name, None)) for name in _BESIDE_THE_FILE})
+    added = sorted(getattr(tokenizer, "added_tokens_decoder", {}).items())
+    text = "".join(f"a {token} b{token}" for _, token in added)
+    parts.append([list(tokenizer(text, add_special_tokens=special)["input_ids"]) for special in (False, True)])
+    whole = _whole(tokenizer)
+    if whole is not None:
         parts.append({name: value for name, value in whole.items() if name not in ("padding", "truncation")})
     else:
         parts += [type(tokenizer).__qualname__, sorted(tokenizer.get_vocab().items())]
@@ -57,6 +61,18 @@ def tokenizer_digest(tokenizer: Any) -> str:
         if file is not None and Path(file).is_file():
             parts.append(hashlib.blake2b(Path(file).read_bytes()).hexdigest())
     return _digest(parts)
+
+
+def _whole(tokenizer: Any) -> dict[str, Any] | None:
+    """Return tokenizer.json of a fast tokenizer, or None of one that has none, or has parts that cannot be written."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    try:
+        whole: dict[str, Any] = json.loads(backend.to_str())
+    except Exception:  # tokenizers raises a plain Exception for parts written in Python
+        return None
+    return whole
 
 
 def template_digest(tokenizer: Any) -> str:
@@ -86,6 +102,10 @@ def everything(config: RunConfig, tokenizer: Any, limit: int | None) -> dict[str
 def plain(value: Mapping[str, Any]) -> str:
     """Return values as text that is equal exactly when they are."""
     return json.dumps(value, sort_keys=True, default=str)
+
+
+_BESIDE_THE_FILE = ("split_special_tokens", "add_bos_token", "add_eos_token")
+"""Settings that change tokens, and that tokenizer.json may not hold."""
 
 
 @lru_cache(maxsize=1)

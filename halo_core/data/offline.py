@@ -34,7 +34,7 @@ def prepare_into(out: Path, config: RunConfig, tokenizer: Any, *, waiting: Waiti
     problems: list[Problem] = []
     accounts: dict[str, SplitAccount] = {}
     try:
-        with stored.published(out) as partial:
+        with stored.published(out.resolve(), replaces=False) as partial:
             for split in splits:
                 try:
                     accounts[split.name] = _written(partial / split.name, split, config, tokenizer, waiting)
@@ -45,24 +45,35 @@ def prepare_into(out: Path, config: RunConfig, tokenizer: Any, *, waiting: Waiti
             limits = {split.name: split.limit for split in splits}
             sources = {split.name: split.sources for split in splits}
             stored.write_json(partial / PREPARED, prepared.description(config, tokenizer, limits, sources))
+    except stored.Occupied as fault:
+        raise Refused(_occupied(out)) from fault
     except OSError as fault:
-        why = f"the folder cannot be written: {fault}"
-        remedy = "name a folder on a disk with room that you may write to"
-        raise Refused(Problem(key="OUT", value=out, why=why, remedy=remedy)) from fault
+        raise Refused(_unwritable(out, fault)) from fault
     return Account(train=accounts["training"], evaluation=accounts.get("evaluation"))
 
 
 def check_folder(out: Path) -> None:
-    """Check that nothing lies where a prepared folder is to be.
+    """Check that nothing, or an empty folder, lies where a prepared folder is to be; nothing is changed.
 
     Raises:
-        Refused: something does.
+        Refused: something else does, or one cannot look there.
     """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        why = "something is there already"
-        raise Refused(Problem(key="OUT", value=out, why=why, remedy="name a new folder, or remove this one first"))
-    if out.is_dir():
-        out.rmdir()
+    try:
+        is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    except OSError as fault:
+        raise Refused(_unwritable(out, fault)) from fault
+    if not is_free:
+        raise Refused(_occupied(out))
+
+
+def _occupied(out: Path) -> Problem:
+    why = "something is there already"
+    return Problem(key="OUT", value=out, why=why, remedy="name a new folder, or remove this one first")
+
+
+def _unwritable(out: Path, fault: OSError) -> Problem:
+    why = f"the folder cannot be written: {fault}"
+    return Problem(key="OUT", value=out, why=why, remedy="name a folder on a disk with room that you may write to")
 
 
 def _written(folder: Path, split: Split, config: RunConfig, tokenizer: Any, waiting: Waiting) -> SplitAccount:

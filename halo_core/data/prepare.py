@@ -5,6 +5,7 @@ Not for batches (`collate.py`), packs (`units.py`) nor for their order (`order.p
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from halo_core import process_group
 from halo_core.config import RunConfig
 from halo_core.data import cache, prepared
 from halo_core.data.account import Account, SplitAccount
@@ -27,6 +29,7 @@ from halo_core.data.waiting import Waiting, silent
 from halo_core.data.weights import gathered, positions, seen_of
 from halo_core.data.workers import judged
 from halo_core.errors import Problem, Refused
+from halo_core.ranks import ranks_from
 
 __all__ = [
     "NOTE_DATE", "NOTE_JOINS", "NOTE_NO_END", "Prepared", "Split", "opened", "pad_id_of", "prepare", "prepared_folder",
@@ -148,7 +151,7 @@ def read_split(
     with waiting(f"{split.name} rows", lambda: _count(split.sources)) as advance:
         chunks = _chunks(split.sources, tally)
         answers = judged(
-            chunks, config, tokenizer, num_proc=config.dataset_num_proc or 1, tokenise=lambda: not tally.refuses
+            chunks, config, tokenizer, num_proc=_own_share(config), tokenise=lambda: not tally.refuses
         )
         for chunk, outcome in answers:
             if outcome.problems:
@@ -206,6 +209,13 @@ def _chunks(sources: Sequence[Source], tally: Tally) -> Iterator[_Chunk]:
         yield chunk
 
 
+def _own_share(config: RunConfig) -> int:
+    """Return how many processes judge for this one: `dataset_num_proc` is shared by a run's processes of a machine."""
+    asked = config.dataset_num_proc or 1
+    beside = ranks_from(os.environ).local_world if process_group.world() > 1 else 1
+    return max(1, asked // beside)
+
+
 def _count(sources: Sequence[Source]) -> int | None:
     counts = [source.count() for source in sources]
     return None if any(count is None for count in counts) else sum(count or 0 for count in counts)
@@ -251,7 +261,7 @@ def _rows_of(
     split: Split, config: RunConfig, tokenizer: Any, waiting: Waiting, is_kept: bool, notes: list[str]
 ) -> tuple[Rows, SplitAccount]:
     """Return the rows of one split, from the cache where they are there."""
-    name = cache.name_of(config, tokenizer, split.sources, split.limit) if is_kept else None
+    name = cache.name_of(split.name, config, tokenizer, split.sources, split.limit) if is_kept else None
     found = cache.find(name) if name is not None else None
     if found is not None:
         notes.append(f"the {split.name} rows come tokenised from the cache: {cache.folder() / str(name)}")

@@ -26,6 +26,11 @@ AGAIN = "prepare the rows again: halo data prepare CONFIG NEW_FOLDER"
 FIXED = ("max_length", "chat_template_path", *made_from.SETTINGS)
 """The keys that a prepared folder fixes."""
 _PACKING = ("packing", "packing_strategy", "eval_packing")
+_PLACES = ("dataset_config", "dataset_train_split", "dataset_test_split")
+"""Which part of a data set the rows are. A run that leaves one as it is takes the folder's."""
+
+
+_DEFAULTS = RunConfig()
 
 
 def description(
@@ -40,7 +45,7 @@ def description(
             "digest": made_from.template_digest(tokenizer), "chat_template_path": config.chat_template_path,
         },
         "settings": {**made_from.settings_of(config), "max_length": config.max_length,
-                     **{name: getattr(config, name) for name in _PACKING}},
+                     **{name: getattr(config, name) for name in (*_PACKING, *_PLACES)}},
         "limits": dict(limits),
         "eval_dataset": config.eval_dataset,
         "sources": {
@@ -113,6 +118,13 @@ def mismatches(
     for key, value in made_from.settings_of(config).items():
         if _plain(settings.get(key, value)) != _plain(value):
             problems.append(_differs(folder, key, settings.get(key), value))
+    # The split of evaluation rows, and a configuration, may be those of an eval_dataset that the folder does not hold.
+    own = not config.eval_dataset or with_evaluation
+    for key in _PLACES if own else ("dataset_train_split",):
+        value = getattr(config, key)
+        is_given = value != getattr(_DEFAULTS, key) and (key != "dataset_test_split" or with_evaluation)
+        if is_given and settings.get(key, value) != value:
+            problems.append(_differs(folder, key, settings[key], value))
     for name in ("training", *(["evaluation"] if with_evaluation else [])):
         problem = _limit_problem(folder, told, config, name)
         if problem is not None and problem not in problems:

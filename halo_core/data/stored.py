@@ -6,6 +6,7 @@ Not for what the rows were made from (`prepared.py`, `cache.py`). Plain .npy fil
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -34,6 +35,14 @@ _KINDS: Mapping[str, str] = {"row_ids": "<i8", "ends": "<i8", "input_ids": "<i4"
 _HEADER = 128
 """Bytes of a .npy header of one dimension, padding included."""
 _TOKENS_AT_ONCE = 1 << 16
+
+
+_OCCUPIED = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+"""What renaming a folder onto a folder with content, or onto a file, fails with."""
+
+
+class Occupied(Exception):
+    """Something lies where a folder was to be put."""
 
 
 class Damaged(Exception):
@@ -164,17 +173,20 @@ def read_rows(folder: Path) -> tuple[Rows, SplitAccount]:
 
 
 @contextmanager
-def published(folder: Path) -> Iterator[Path]:
+def published(folder: Path, *, replaces: bool) -> Iterator[Path]:
     """Yield a folder aside to write into; at the good end it is renamed to `folder`, else it is removed.
 
-    Another process may do the same at the same time: whoever renames last is the one that stays.
+    replaces: what lies at `folder` by then is removed; otherwise it stays, unless it is an empty folder.
+
+    Raises:
+        Occupied: something lies there that is not to be replaced.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f"{folder.name}{PARTIAL}{uuid.uuid4().hex}")
     partial.mkdir()
     try:
         yield partial
-        _put(partial, folder)
+        _put(partial, folder, replaces)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -187,14 +199,17 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _put(partial: Path, folder: Path) -> None:
+def _put(partial: Path, folder: Path, replaces: bool) -> None:
     for _ in range(100):
         try:
             partial.rename(folder)
             return
-        except OSError:
-            if not folder.exists():
+        except OSError as fault:
+            # By the error itself: what was there may be gone again by the time one looks.
+            if fault.errno not in _OCCUPIED:
                 raise
+            if not replaces:
+                raise Occupied(f"{folder} is there already") from fault
             # A folder with content cannot be renamed over: out of the way with it. Readers have it mapped already.
             aside = folder.with_name(f"{folder.name}{PARTIAL}{uuid.uuid4().hex}")
             try:

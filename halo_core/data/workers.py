@@ -15,6 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -97,16 +98,28 @@ class _Worker:
     process: subprocess.Popen[bytes]
     connection: Connection
 
+    def begin(self, brings_code: bool, needed: bytes) -> None:
+        """Hand over what every chunk needs: the configuration and the tokenizer, pickled."""
+        with self._alive():
+            self.connection.send(brings_code)
+            self.connection.send_bytes(needed)
+
     def judge(self, records: Sequence[Record], tokenise: bool) -> Outcome:
-        try:
+        with self._alive():
             self.connection.send((records, tokenise))
             outcome: Outcome = self.connection.recv()
+        return outcome
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Tell the end of the process, met while talking to it, as a refusal."""
+        try:
+            yield
         except (EOFError, OSError) as fault:
             code = self.process.wait()
             told = f"signal {-code}, which often means too little memory" if code < 0 else f"exit code {code}"
             why = f"a process that prepares rows ended ({told}); its own words stand above"
             raise Refused(Problem(key=KEY, value=None, why=why, remedy=f"lower {KEY}, or set it to 1")) from fault
-        return outcome
 
 
 class _Workers:
@@ -122,13 +135,16 @@ class _Workers:
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._workers: list[_Worker] = []
         self._threads = ThreadPoolExecutor(count)
-        for _ in range(count):
-            worker = _started()
-            self._workers.append(worker)
-            self._idle.put(worker)
-        for worker in self._workers:
-            worker.connection.send(brings_code)
-            worker.connection.send_bytes(needed)
+        try:
+            for _ in range(count):
+                worker = _started()
+                self._workers.append(worker)
+                self._idle.put(worker)
+            for worker in self._workers:
+                worker.begin(brings_code, needed)
+        except BaseException:
+            self.__exit__()  # a block that never begins does not end what was started for it
+            raise
 
     def __enter__(self) -> _Workers:
         return self

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halo_core.checkpoint.identity import data_of
+from halo_core.data.made_from import tokenizer_digest
 from halo_core.data.rows import Row, Rows
 from halo_core.data.units import pack
 
@@ -42,3 +45,23 @@ def test_digest_sees_every_difference(what: str) -> None:
         row_ids=values["row_ids"], ends=rows.ends, input_ids=values["tokens"], supervised=values["flags"]
     )  # fmt: skip
     assert data_of(other) != data_of(rows)
+
+
+def test_digest_of_a_tokenizer_sees_whether_special_tokens_are_split(tokenizer: Any) -> None:
+    before = tokenizer_digest(tokenizer)
+    assert tokenizer_digest(tokenizer) == before
+    tokenizer.split_special_tokens = True
+    assert tokenizer_digest(tokenizer) != before
+
+
+def test_digest_of_a_tokenizer_whose_parts_cannot_be_written_is_there(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unwritable:
+        def to_str(self) -> str:
+            raise Exception("Custom PreTokenizer cannot be serialized")
+
+    whole = tokenizer_digest(tokenizer)
+    monkeypatch.setattr(type(tokenizer), "backend_tokenizer", Unwritable())
+    assert len(tokenizer_digest(tokenizer)) == 32
+    assert tokenizer_digest(tokenizer) != whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import multiprocessing
 import shutil
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from halo_core.config import RunConfig
 from halo_core.data import Prepared, SplitAccount, cache, prepare, stored, units_of
-from halo_core.data.offline import prepare_into
+from halo_core.data.offline import check_folder, prepare_into
 from halo_core.data.rows import Row, Rows
 from halo_core.data.weights import Block
 from halo_core.errors import Refused
@@ -205,6 +206,68 @@ def test_folder_is_never_written_over(tiny: Any, write_lines: WriteLines, tmp_pa
     assert "datasets[0]" in text and "name it by dataset_name alone" in text
 
 
+def test_what_appears_at_the_folder_meanwhile_stays(
+    tiny: Any, write_lines: WriteLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    write_json = stored.write_json
+
+    def meanwhile(path: Path, value: Any) -> None:
+        out.mkdir(exist_ok=True)
+        (out / "precious.txt").write_text("mine")
+        write_json(path, value)
+
+    monkeypatch.setattr(stored, "write_json", meanwhile)
+    with pytest.raises(Refused, match="something is there already"):
+        prepare_into(out, RunConfig(dataset_name=write_lines([chat(0)])), tiny)
+    assert [path.name for path in out.iterdir()] == ["precious.txt"]
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "out"}
+
+
+def test_empty_folder_stays_until_the_rows_are_there(
+    tiny: Any, write_lines: WriteLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    config = RunConfig(dataset_name=write_lines([chat(0)]))
+    monkeypatch.chdir(out)
+    check_folder(Path())
+    assert out.is_dir()
+    prepare_into(Path(), config, tiny)
+    assert len(prepare(RunConfig(dataset_name=str(out)), tiny).train) == 1
+
+
+def test_folder_that_cannot_be_looked_into_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(self: Path) -> Any:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with pytest.raises(Refused, match="the folder cannot be written"):
+        check_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("dataset_train_split", "validation"), ("dataset_config", "b"), ("dataset_test_split", "dev")]
+)
+def test_other_part_of_a_data_set_than_the_folder_was_made_of_is_refused(
+    key: str, value: str, tiny: Any, write_lines: WriteLines, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    path = write_lines([chat(0)])
+    evaluated = {"eval_strategy": "epoch", "eval_dataset": path}
+    prepare_into(out, RunConfig(dataset_name=path, **evaluated), tiny)
+    plain = RunConfig(dataset_name=str(out), **evaluated)
+    assert len(prepare(plain, tiny).train) == 1, "a run that gives none takes the folder's"
+    text = refusal(RunConfig(dataset_name=str(out), **evaluated, **{key: value}), tiny)
+    before = {"dataset_train_split": "train", "dataset_config": "null", "dataset_test_split": "test"}[key]
+    assert f"{key}: {value}" in text and f"were prepared with {key}: {before}" in text
+    assert "halo data prepare" in text
+    elsewhere = write_lines([chat(5)], "train.jsonl")
+    others = RunConfig(dataset_name=str(out), eval_strategy="no", eval_dataset=elsewhere, **{key: value})
+    if key != "dataset_train_split":
+        assert len(prepare(others, tiny).train) == 1, "the key may be about an eval_dataset of the run's own"
+
+
 # --- the cache -------------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +348,58 @@ def test_template_that_writes_the_date_is_kept_for_the_day(
     assert not from_cache(prepare(config, tokenizer, may_cache=True))
 
 
+def test_rows_of_training_and_of_evaluation_have_entries_of_their_own(
+    tiny: Any, write_lines: WriteLines, cached: Path
+) -> None:
+    path = write_lines([chat(number) for number in range(9)])
+    config = RunConfig(dataset_name=path, dataset_test_split="train", eval_strategy="epoch")
+    for _ in range(2):
+        account = prepare(config, tiny, may_cache=True).account
+        assert account.evaluation is not None
+        assert (account.train.name, account.evaluation.name) == ("training", "evaluation")
+    assert len(entries(cached)) == 2
+
+
+def test_entry_that_is_whole_is_left_alone(cached: Path) -> None:
+    rows = Rows()
+    for number in range(200):
+        rows.add(Row(row_id=number, input_ids=[number, 1], supervised=[False, True]))
+    assert cache.keep("entry", rows, account_of_200()) == ""
+    before = (cached / "entry").stat().st_ino
+    assert cache.keep("entry", rows, account_of_200()) == ""
+    assert (cached / "entry").stat().st_ino == before
+    assert entries(cached) == ["entry"]
+
+
+def test_target_that_others_moved_away_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "entry"
+    rename = Path.rename
+    fails = [OSError(errno.ENOTEMPTY, "Directory not empty")]
+
+    def raced(self: Path, target: Path) -> Path:
+        if fails:
+            raise fails.pop()
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", raced)
+    with stored.published(folder, replaces=True) as partial:
+        (partial / "x").write_text("new")
+    assert (folder / "x").read_text() == "new"
+
+
+def test_process_without_a_home_runs_without_a_cache(
+    tiny: Any, write_lines: WriteLines, cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless(self: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    path = write_lines([chat(1)])
+    kind = type("Homeless", (type(Path()),), {"expanduser": homeless})
+    monkeypatch.setattr(cache, "Path", kind)
+    account = prepare(RunConfig(dataset_name=path), tiny, may_cache=True).account
+    assert any("not kept for the next start: there is no home folder" in note for note in account.notes)
+
+
 @pytest.mark.parametrize("name", ["input_ids.npy", "rows.json"])
 def test_damaged_entry_is_made_anew(name: str, tiny: Any, write_lines: WriteLines, cached: Path) -> None:
     config = RunConfig(dataset_name=write_lines([chat(number) for number in range(9)]))
@@ -316,7 +431,7 @@ def _keep_again_and_again(folder: Path, barrier: Any, outcomes: Any) -> None:
     barrier.wait()
     sound = 0
     for _ in range(40):
-        with stored.published(folder) as partial:
+        with stored.published(folder, replaces=True) as partial:
             stored.write_rows(partial, rows, account)
         try:
             read, _ = stored.read_rows(folder)

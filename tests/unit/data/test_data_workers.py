@@ -105,6 +105,48 @@ def test_process_that_dies_is_told_with_its_signal(tiny: Any, monkeypatch: pytes
     assert "signal 9" in caught.value.text() and "lower dataset_num_proc" in caught.value.text()
 
 
+def test_process_that_dies_before_it_takes_the_tokenizer_is_told_and_the_others_end(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes: list[Any] = []
+    started = workers._started
+
+    def short_lived() -> Any:
+        if len(processes) == 1:
+            monkeypatch.setattr(workers, "_PROGRAM", "import os; os._exit(9)  # {path!r} {handle}")
+        processes.append(started())
+        return processes[-1]
+
+    monkeypatch.setattr(workers, "_started", short_lived)
+    tiny.weighty = b"x" * 5_000_000  # more than a pipe takes before somebody reads
+    with pytest.raises(Refused) as caught:
+        prepare(RunConfig(dataset_num_proc=2), tiny, rows=[chat(1)])
+    assert "exit code 9" in caught.value.text() and "lower dataset_num_proc" in caught.value.text()
+    assert len(processes) == 2
+    assert all(worker.process.poll() is not None and worker.connection.closed for worker in processes)
+
+
+@pytest.mark.parametrize(("world", "of_machine", "expected"), [(1, 4, 8), (8, 4, 2), (8, 3, 2), (16, 16, 1)])
+def test_processes_of_a_run_share_the_workers_of_their_machine(
+    world: int, of_machine: int, expected: int, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": str(max(2, world)), "LOCAL_WORLD_SIZE": str(of_machine), "MASTER_ADDR": "a",
+             "MASTER_PORT": "1"}  # fmt: skip
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    module = sys.modules["halo_core.data.prepare"]
+    monkeypatch.setattr(module.process_group, "world", lambda: world)
+    asked: list[int] = []
+
+    def heard(chunks: Any, config: Any, tokenizer: Any, *, num_proc: int, tokenise: Any) -> Any:
+        asked.append(num_proc)
+        return workers.judged(chunks, config, tokenizer, num_proc=1, tokenise=tokenise)
+
+    monkeypatch.setattr(module, "judged", heard)
+    prepare(RunConfig(dataset_num_proc=8), tiny, rows=[chat(1)])
+    assert asked == [expected]
+
+
 @pytest.mark.parametrize("fault", [RowFault("one", "two"), RowFault("one"), NoKind("a", "b"), Media("a", "b")])
 def test_fault_travels_whole(fault: RowFault) -> None:
     again = pickle.loads(pickle.dumps(fault))

@@ -43,6 +43,16 @@ def ranks_from(environ: Mapping[str, str]) -> Ranks:
     return Ranks()
 
 
+def local_world_from(environ: Mapping[str, str]) -> int:
+    """Return how many processes of this run its environment says are on this machine.
+
+    Raises:
+        Refused: the variable is no number.
+    """
+    of_slurm = "RANK" not in environ and "SLURM_STEP_TASKS_PER_NODE" in environ
+    return _number(environ, "SLURM_STEP_TASKS_PER_NODE" if of_slurm else "LOCAL_WORLD_SIZE", "1")
+
+
 def first_host(hosts: str) -> str:
     """Return the first of SLURM's list of hosts: `a[03-05,9]-x,b2` gives a03-x."""
     found = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\](.*))?", hosts)

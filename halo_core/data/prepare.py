@@ -29,7 +29,7 @@ from halo_core.data.waiting import Waiting, silent
 from halo_core.data.weights import gathered, positions, seen_of
 from halo_core.data.workers import judged
 from halo_core.errors import Problem, Refused
-from halo_core.ranks import ranks_from
+from halo_core.ranks import local_world_from
 
 __all__ = [
     "NOTE_DATE", "NOTE_JOINS", "NOTE_NO_END", "Prepared", "Split", "opened", "pad_id_of", "prepare", "prepared_folder",
@@ -212,7 +212,7 @@ def _chunks(sources: Sequence[Source], tally: Tally) -> Iterator[_Chunk]:
 def _own_share(config: RunConfig) -> int:
     """Return how many processes judge for this one: `dataset_num_proc` is shared by a run's processes of a machine."""
     asked = config.dataset_num_proc or 1
-    beside = ranks_from(os.environ).local_world if process_group.world() > 1 else 1
+    beside = local_world_from(os.environ) if process_group.world() > 1 else 1
     return max(1, asked // beside)
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from halo_core import process_group
 from halo_core.errors import Problem, Refused
-from halo_core.ranks import Ranks, first_host, ranks_from, spans
+from halo_core.ranks import Ranks, first_host, local_world_from, ranks_from, spans
 from halo_core.trainer import run
 from tests.distributed import launchers, ranks
 from tests.distributed.launchers import Forked
@@ -162,6 +162,13 @@ def test_a_flag_of_one_rank_is_seen_by_all_and_rank_0_can_tell() -> None:
     answers = ranks.run(3, talking)
     assert [answer[:4] for answer in answers] == [[True, False, {"moment": 0}, 3]] * 3
     assert [answer[4] for answer in answers] == [0, 1, 2]
+
+
+def test_the_processes_of_this_machine_are_told_without_the_others_address() -> None:
+    assert local_world_from({}) == 1
+    assert local_world_from({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}) == 4
+    assert local_world_from(SLURM) == 8
+    assert local_world_from({**SLURM, **TORCHRUN}) == 2
 
 
 def test_a_launchers_and_slurms_variables_tell_the_place() -> None:

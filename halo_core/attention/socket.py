@@ -1,7 +1,9 @@
 """Puts the core's attention function into a model's attention modules, on the instances of this one model.
 
 Not for choosing a kernel (`halo_core.runtime`) nor for layers that mix tokens otherwise. Nothing global changes but one
-entry in transformers' registers of attention and of mask functions, which acts only on modules that were attached.
+entry in transformers' register of attention functions, which acts only on modules that were attached. Its register of
+mask functions gets none: transformers then makes no masks, where it would look for borders in positions and wait for
+the device.
 Shapes: B rows, S tokens of a row, T = B*S, h query heads, g key heads, d head size.
 """
 
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from halo_core.errors import Problem, Refused
 from halo_core.kernels.attention import AttentionKernel
@@ -157,14 +159,9 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
-def _no_mask(**named: Any) -> None:
-    """Make no mask: the function that transformers calls where nobody gave it masks."""
-
-
 def _register() -> None:
     if IMPLEMENTATION not in AttentionInterface._global_mapping:
         AttentionInterface.register(IMPLEMENTATION, _halo)
-        AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
 
 
 def _refuse_other_attention(found: dict[str, nn.Module]) -> None:

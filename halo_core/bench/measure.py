@@ -125,10 +125,7 @@ def measure(
         f"{receipt.parameters(parameters)} are made{parallel.words}; {warmup} steps to warm up, {steps} timed, "
         "one counted"
     )
-    positions: list[int] = []
-    step = _stepper(
-        checked, resolved, parallel, model, sharded, total=warmup + steps, parts=todo.parts, positions=positions
-    )
+    step = _stepper(checked, resolved, parallel, model, sharded, total=warmup + steps, parts=todo.parts)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     outcomes, seconds = [], []
@@ -137,14 +134,13 @@ def measure(
         outcomes.append(step(number))
         seconds.append(_now(device) - began)
     peak = _peak(device)
-    timed_positions = sum(positions[warmup:])
     with WireCount() as wire, buffer_count.counted(parallel.dispatcher) as by_buffer:
         step(warmup + steps + 1)
     parallel.close()
     return Measured(
         parameters=parameters,
         step_tokens=tuple(outcome.tokens for outcome in outcomes[warmup:]),
-        positions=sum(_of_all(timed_positions)),
+        positions=sum(outcome.tokens + outcome.padding_tokens for outcome in outcomes[warmup:]),
         rows=todo.rows,
         step_seconds=tuple(max(of_ranks) for of_ranks in zip(*_of_all(seconds[warmup:]), strict=True)),
         peak_bytes=max(_of_all(peak)),
@@ -174,12 +170,9 @@ def _model(checked: Checked, resolved: ResolvedPlan, parallel: Parallel) -> tupl
 
 def _stepper(
     checked: Checked, resolved: ResolvedPlan, parallel: Parallel, model: Any, sharded: Sharded | None, *, total: int,
-    parts: Callable[[int], Sequence[Any]], positions: list[int],
+    parts: Callable[[int], Sequence[Any]],
 ) -> Callable[[int], StepOutcome]:  # fmt: skip
-    """Return what does one whole optimizer step, counted from 1, as the training loop does it.
-
-    positions: gets what this process's batches of each step hold, padding counted.
-    """
+    """Return what does one whole optimizer step, counted from 1, as the training loop does it."""
     config, architecture = checked.config, checked.architecture
     optimizer, schedule = build_optimizer(model, config), build_schedule(config, total)
     method = Sft(collate_rows=partial(collate, flatten=config.padding_free))
@@ -190,7 +183,6 @@ def _stepper(
     def step(number: int) -> StepOutcome:
         schedule.apply(optimizer, min(number, total))
         batches = [method.collate(part, 0) for part in parts(number)]
-        positions.append(sum(batch.targets.numel() for batch in batches))
         outcome = run_step(
             model=model, model_hidden=forward, head=head, method=method, optimizer=optimizer,
             batches=batches, max_grad_norm=config.max_grad_norm,

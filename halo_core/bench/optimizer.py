@@ -37,7 +37,6 @@ LAYER: Mapping[str, tuple[int, ...]] = {
 """One decoder layer: 32 experts of width 1792 over a hidden size of 2048."""
 EMBEDDING = (65536, 2048)
 IN_FP32 = "router.weight"
-BF16, FP32 = 2, 4
 SETTINGS: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8}
 COPIED = 4 << 30
 """Bytes of the tensor whose copy says what the memory can do."""

@@ -79,7 +79,8 @@ def contents(path: Path, *, every_byte: bool) -> Contents:
     torn: dict[str, str] = {}
     for name in (WEIGHTS, OPTIMIZER, RANDOM):
         files = [] if checkpoint is None else checkpoint.parts(name)
-        held[name.partition(".")[0]], lost = _held(files)
+        held[name.partition(".")[0]], lost, unread = _held(files)
+        torn |= unread
         if checkpoint is not None and not checkpoint.elsewhere and not faults:
             torn |= {tensor: f"parts of {tensor} are in none of its files" for tensor in lost}
     return Contents(
@@ -103,13 +104,18 @@ def newest(path: Path) -> Path:
     return atomic.checkpoints(path)[-1]
 
 
-def _held(files: Sequence[Path]) -> tuple[Held, list[str]]:
-    """Return what these files hold together, and the tensors of which some elements are in none of them."""
+def _held(files: Sequence[Path]) -> tuple[Held, list[str], dict[str, str]]:
+    """Return what these files hold, the tensors that they hold in part, and the files whose heads are damaged."""
+    unread: dict[str, str] = {}
     wholes: dict[str, int] = {}
     found: dict[str, int] = {}
     num_bytes = 0
     for path in files:
-        file = read_file(path)
+        try:
+            file = read_file(path)
+        except Refused as refused:
+            unread[path.name] = f"{path.name}: {refused.problems[0].why}"
+            continue
         parts = parts_note.read(file.head)
         for tensor in file.tensors:
             shape = parts[tensor.key][1] if tensor.key in parts else tensor.shape
@@ -117,4 +123,4 @@ def _held(files: Sequence[Path]) -> tuple[Held, list[str]]:
             found[tensor.key] = found.get(tensor.key, 0) + math.prod(tensor.shape)
             num_bytes += tensor.num_bytes
     lost = [name for name, size in wholes.items() if found[name] < size]
-    return Held(tensors=len(wholes), num_bytes=num_bytes, files=len(files)), lost
+    return Held(tensors=len(wholes), num_bytes=num_bytes, files=len(files)), lost, unread

@@ -205,9 +205,13 @@ def _source_problems(folder: Path) -> list[Problem]:
         return [_problem("SOURCE", folder, "it holds checkpoints of a run that has not exported its model yet",
                          "go on with resume_from_checkpoint: true; at its end the model is here")]
     try:
-        method = stored_as(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, AttributeError):
+        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return []  # told by who reads the folder next
+    if not isinstance(config, dict):
+        return [_problem("SOURCE", folder, f"its {CONFIG_FILE} is not a JSON object",
+                         "repair the file or copy the model again")]
+    method = stored_as(config)
     if method is not None:
         return [_problem("SOURCE", folder, f"its weights are stored as {method}, which is narrower than bf16",
                          "use it as it is; a run from it exports bf16")]

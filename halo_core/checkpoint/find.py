@@ -175,14 +175,24 @@ def read(
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         marker = json.loads((path / atomic.MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise Refused(Problem(key=KEY, value=asked, why=f"{path / STATE} cannot be read: {error}",
+        if state.get("format") == FORMAT:
+            return _checkpoint(path, state, marker, skipped, lacking or {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        said = f"no {error}" if isinstance(error, KeyError) else error
+        raise Refused(Problem(key=KEY, value=asked, why=f"{path / STATE} cannot be read: {said}",
                               remedy="give a checkpoint written by halo train")) from error
-    if state.get("format") != FORMAT:
-        raise Refused(Problem(key=KEY, value=asked,
-                              why=f"{path} has format {state.get('format')}, and this version reads format {FORMAT}",
-                              remedy="resume with the version that wrote it; halo/environment.json names it"))
-    lacking = lacking or {}
+    raise Refused(Problem(key=KEY, value=asked,
+                          why=f"{path} has format {state.get('format')}, and this version reads format {FORMAT}",
+                          remedy="resume with the version that wrote it; halo/environment.json names it"))
+
+
+def _checkpoint(
+    path: Path,
+    state: Mapping[str, Any],
+    marker: Mapping[str, Any],
+    skipped: tuple[str, ...],
+    lacking: Mapping[str, str],
+) -> Checkpoint:
     other = tuple(marker.get(atomic.ELSEWHERE, ()))
     brought = tuple(name for name in other if (path / name).is_file())
     return Checkpoint(path=path, step=state["step"], world=state["world"], progress=state["progress"],

@@ -51,4 +51,14 @@ class HostMemory:
                 answer = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
                 if int(answer) == _REGISTERED:
                     self._locked.append(buffer)
+                else:
+                    _forget_refusal(tensor.device)
         return buffer
+
+
+def _forget_refusal(device: torch.device) -> None:
+    """Launch a kernel that may fail: CUDA tells its last error to whoever launches next, and then forgets it."""
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError:
+        return

@@ -110,21 +110,25 @@ def load_optimizer(
     return tuple(notes)
 
 
-def load_random(checkpoint: Checkpoint) -> None:
-    """Put every random generator into this process's state of the checkpoint.
+def load_random(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Put every random generator into this process's state of the checkpoint, and return notes. A collective.
 
-    With another number of processes there is no such state: each then begins from the seed, the step and its rank.
+    With another number of processes there is no such state: each then begins from the seed, the step and its rank. So
+    does a process whose state lies on another machine, which a note says, or is gone without.
     """
     rank, world = process_group.rank(), process_group.world()
     path = checkpoint.path / file_of(RANDOM, rank, checkpoint.world)
-    if world != checkpoint.world or path.name not in checkpoint.files:
-        text = json.dumps([checkpoint.identity.config.get("seed"), checkpoint.step, rank])
-        randomness.seed_from(text)
-        return
-    with safe_open(path, framework="pt") as file:
-        names = file.keys()
-        states = {key.removeprefix(f"{RANDOM_KEY}/{rank}/"): file.get_tensor(key) for key in names}
-    randomness.put_back(states, dict(checkpoint.random[rank]))
+    is_whole = world == checkpoint.world and path.name in checkpoint.files
+    away = agreement.gathered(world == checkpoint.world and path.name in checkpoint.elsewhere)
+    if is_whole:
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            states = {key.removeprefix(f"{RANDOM_KEY}/{rank}/"): file.get_tensor(key) for key in names}
+        randomness.put_back(states, dict(checkpoint.random[rank]))
+    else:
+        randomness.seed_from(json.dumps([checkpoint.identity.config.get("seed"), checkpoint.step, rank]))
+    return tuple(f"the random generators of rank {other} begin anew: {file_of(RANDOM, other, checkpoint.world)} is not "
+                 "on its machine" for other, is_away in enumerate(away) if is_away)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import typer
 
 from halo_core import config as configuration
 from halo_core import plan as planning
-from halo_core.errors import Problem, Refused
+from halo_core.errors import Problem, Refused, counted
 from halo_core.plan import Checked
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from halo_core.config import RunConfig
     from halo_core.data.account import SplitAccount
     from halo_core.data.preview import Document, Shown
+    from halo_core.data.rows import Rows
 
 DATA = typer.Typer(
     name="data",
@@ -90,17 +91,17 @@ def stats(
         config = checked.config
         rows = prepared(config, tokenizer, waiting=bar, may_cache=True)
         account = units_of(config, rows).account
-        kept = lengths = rows.train.lengths
+        kept = every = rows.train
         changed = account.train.dropped or account.train.cut_rows
         if changed and config.max_length is not None and prepared_folder(config) is None:
             # Rows that are too long for this run count where other lengths are compared.
             whole = replace(config, max_length=None, packing=False, eval_strategy="no", eval_dataset=None)
-            lengths = prepared(whole, tokenizer, waiting=bar, may_cache=True).train.lengths
+            every = prepared(whole, tokenizer, waiting=bar, may_cache=True).train
     print(account.text())
-    _print_lengths(lengths, config)
-    _print_layouts(lengths, kept, config, checked.plan.degrees.data_ranks)
+    _print_lengths(every.lengths, config)
+    _print_layouts(every, kept, config, checked.plan.degrees.data_ranks)
     if png is not None:
-        _draw(png, lengths, config, account.train)
+        _draw(png, every.lengths, config, account.train)
         print(f"picture: {png}")
 
 
@@ -168,17 +169,13 @@ def _opened(
 
     from transformers.utils import logging as transformers_logging
 
-    from halo_core.model_config import TINY
-    from halo_core.models.tiny import write_tiny
+    from halo_core.models.tiny import folder_or_id
     from halo_core.models.tokenizer import load_tokenizer
 
     transformers_logging.set_verbosity_error()
     config = checked.config
     with tempfile.TemporaryDirectory(prefix="halo-") as scratch:
-        name = str(config.model_name_or_path)
-        if name in TINY:
-            write_tiny(checked.architecture, Path(scratch) / "tiny")
-            name = str(Path(scratch) / "tiny")
+        name = folder_or_id(str(config.model_name_or_path), checked.architecture, Path(scratch))
         tokenizer = load_tokenizer(
             name, revision=config.model_revision, trust_remote_code=config.trust_remote_code
         )  # fmt: skip
@@ -202,13 +199,13 @@ def _unit(unit: Shown, coloured: bool) -> Iterator[Text]:
     documents = unit.documents
     if unit.pack is not None:
         tokens = sum(document.tokens for document in documents)
-        yield Text(f"pack {unit.pack}: {_count(len(documents), 'document')}, {_count(tokens, 'token')}", style="bold")
+        yield Text(f"pack {unit.pack}: {counted(len(documents), 'document')}, {counted(tokens, 'token')}", style="bold")
     for number, document in enumerate(documents, start=1):
         border = f"-- document {number} of {len(documents)}: " if unit.pack is not None else ""
         cut = f", from its token {document.start}" if document.start else ""
         place = f" ({document.place})" if document.place else ""
         yield Text(
-            f"{border}row {document.row_id}{place}{cut}: {_count(document.tokens, 'token')}, "
+            f"{border}row {document.row_id}{place}{cut}: {counted(document.tokens, 'token')}, "
             f"{document.supervised} learnt", style="bold"
         )  # fmt: skip
         yield _document(document, coloured)
@@ -255,16 +252,16 @@ def _print_lengths(lengths: np.ndarray, config: RunConfig) -> None:
         print(f"  {one.low:>{width}} to {one.high:>{width}}  {one.rows:>{digits}}  {blocks:<{_WIDTH}}  {sign}".rstrip())
 
 
-def _print_layouts(lengths: np.ndarray, kept: np.ndarray, config: RunConfig, data_ranks: int) -> None:
+def _print_layouts(rows: Rows, kept: Rows, config: RunConfig, data_ranks: int) -> None:
     """Print packing at several lengths, of all rows, and the ways to make batches of the kept ones."""
     from halo_core.data import statistics
 
     print(f"\npacking ({config.packing_strategy}) by max_length:")
-    for max_length in statistics.lengths_to_try(lengths, config.max_length):
-        packed = statistics.packed(lengths, max_length, config.packing_strategy)
+    for max_length in statistics.lengths_to_try(rows.lengths, config.max_length):
+        packed = statistics.packed(rows, max_length, config.packing_strategy)
         own = "  (this run's)" if max_length == config.max_length else ""
-        too_long = f", {_count(packed.too_long, 'row')} too long" if packed.too_long else ""
-        print(f"  {max_length:>8}  {_count(packed.packs, 'pack')}, {packed.filled:.1%} filled{too_long}{own}")
+        too_long = f", {counted(packed.too_long, 'row')} too long" if packed.too_long else ""
+        print(f"  {max_length:>8}  {counted(packed.packs, 'pack')}, {packed.filled:.1%} filled{too_long}{own}")
     batch = config.per_device_train_batch_size
     processes = f", {data_ranks} processes" if data_ranks > 1 else ""
     print(
@@ -272,8 +269,9 @@ def _print_layouts(lengths: np.ndarray, kept: np.ndarray, config: RunConfig, dat
         f"{processes}:"
     )
     for layout in statistics.layouts(kept, config, data_ranks):
-        units = _count(layout.units, "pack" if layout.name.startswith("packing:") else "row")
-        print(f"  {layout.name:<18}  {layout.padding:>6.1%} padding, {_count(layout.steps, 'step')} an epoch ({units})")
+        units = counted(layout.units, "pack" if layout.name.startswith("packing:") else "row")
+        steps = counted(layout.steps, "step")
+        print(f"  {layout.name:<18}  {layout.padding:>6.1%} padding, {steps} an epoch ({units})")
 
 
 def _check_png(png: Path | None) -> None:
@@ -303,9 +301,6 @@ def _draw(png: Path, lengths: np.ndarray, config: RunConfig, account: SplitAccou
         axes.legend()
     axes.set_xlabel("tokens of a row")
     axes.set_ylabel("rows")
-    axes.set_title(f"{_count(len(lengths), 'row')}, {account.supervised_share:.1%} of the tokens learnt")
+    axes.set_title(f"{counted(len(lengths), 'row')}, {account.supervised_share:.1%} of the tokens learnt")
     figure.savefig(png, dpi=120)
 
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

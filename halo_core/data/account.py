@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from halo_core.errors import counted
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dropped:
@@ -54,15 +56,15 @@ class PackingAccount:
     def lines(self) -> list[str]:
         """Return the account as lines for a person."""
         lines = [
-            f"  packed ({self.strategy}): {_count(self.documents, 'document')} in {_count(self.packs, 'pack')} of at "
+            f"  packed ({self.strategy}): {counted(self.documents, 'document')} in {counted(self.packs, 'pack')} of at "
             f"most {self.max_length} tokens, {self.efficiency:.1%} filled"
         ]
         if self.cut_rows:
-            lines.append(f"  cut into pieces: {_count(self.cut_rows, 'row')}, each piece a document of its own")
+            lines.append(f"  cut into pieces: {counted(self.cut_rows, 'row')}, each piece a document of its own")
         if self.left_out_pieces:
             lines.append(
-                f"  left out: {_count(self.left_out_pieces, 'piece')} of cut rows with nothing to learn, "
-                f"{_count(self.left_out_tokens, 'token')}"
+                f"  left out: {counted(self.left_out_pieces, 'piece')} of cut rows with nothing to learn, "
+                f"{counted(self.left_out_tokens, 'token')}"
             )
         return lines
 
@@ -113,17 +115,17 @@ class SplitAccount:
         """Return the account as lines for a person."""
         dropped_rows = sum(dropped.rows for dropped in self.dropped.values())
         lines = [
-            f"{self.name} data: {_count(self.rows_read, 'row')} read from {_listed(self.sources)}, "
+            f"{self.name} data: {counted(self.rows_read, 'row')} read from {_listed(self.sources)}, "
             f"{self.rows} kept, {dropped_rows} dropped"
         ]
         for reason, dropped in self.dropped.items():
-            tokens = f", {_count(dropped.tokens, 'token')}" if dropped.tokens else ""
+            tokens = f", {counted(dropped.tokens, 'token')}" if dropped.tokens else ""
             first = f" (first: {dropped.first})" if dropped.first else ""
-            lines.append(f"  dropped: {_count(dropped.rows, 'row')}{tokens}: {reason}{first}")
+            lines.append(f"  dropped: {counted(dropped.rows, 'row')}{tokens}: {reason}{first}")
         if self.cut_rows:
-            lines.append(f"  cut: {_count(self.cut_rows, 'row')} at max_length, {_count(self.cut_tokens, 'token')}")
+            lines.append(f"  cut: {counted(self.cut_rows, 'row')} at max_length, {counted(self.cut_tokens, 'token')}")
         lines += [
-            f"  repeated: {_count(more.rows, 'row')} more in each epoch, {_count(more.tokens, 'token')}: {reason}"
+            f"  repeated: {counted(more.rows, 'row')} more in each epoch, {counted(more.tokens, 'token')}: {reason}"
             for reason, more in self.repeated.items()
         ]
         lines.append(
@@ -131,12 +133,12 @@ class SplitAccount:
             f"({self.supervised_share:.1%}); longest row {self.longest}"
         )
         lines += [
-            f"  not learnt: {_count(count, 'token')} to be learnt, but {reason}"
+            f"  not learnt: {counted(count, 'token')} to be learnt, but {reason}"
             for reason, count in self.lost_targets.items()
         ]
         lines += self.packing.lines() if self.packing else []
-        lines += [f"  learnt: {_count(rows, 'row')} of {kind}: {what}" for kind, (rows, what) in self.kinds.items()]
-        lines += [f"  note: {note} ({_count(rows, 'row')})" for note, rows in self.notes.items()]
+        lines += [f"  learnt: {counted(rows, 'row')} of {kind}: {what}" for kind, (rows, what) in self.kinds.items()]
+        lines += [f"  note: {note} ({counted(rows, 'row')})" for note, rows in self.notes.items()]
         if self.blank_lines:
             lines.append(f"  blank lines passed over: {self.blank_lines}")
         return "\n".join(lines)
@@ -187,10 +189,6 @@ class Account:
         """Return the account as plain numbers and texts, fit for JSON."""
         evaluation = self.evaluation.as_dict() if self.evaluation else None
         return {"train": self.train.as_dict(), "evaluation": evaluation, "notes": list(self.notes)}
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _listed(sources: Mapping[str, int]) -> str:

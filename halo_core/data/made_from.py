@@ -9,7 +9,6 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -99,7 +98,7 @@ def everything(config: RunConfig, tokenizer: Any, limit: int | None) -> dict[str
     }
 
 
-def plain(value: Mapping[str, Any]) -> str:
+def plain(value: Any) -> str:
     """Return values as text that is equal exactly when they are."""
     return json.dumps(value, sort_keys=True, default=str)
 

@@ -281,8 +281,9 @@ def _from_folder(folder: Path, config: RunConfig, tokenizer: Any, waiting: Waiti
     train, training, evaluation, evaluated, notes = prepared.load(folder, config, tokenizer)
     if config.eval_strategy != "no" and evaluation is None:
         assert config.eval_dataset, "a folder without the evaluation rows asked for is refused"
-        # A stand-in for the training rows: only the evaluation rows are read here.
-        (_, split) = opened(config, tokenizer, rows=[{"text": "none"}])
+        sources = evaluation_sources(config)
+        assert sources is not None, "evaluation is asked for"
+        split = Split(name="evaluation", sources=sources, limit=limit_of(config, "evaluation"))
         kept = may_cache and config.dataset_cache
         more: list[str] = []
         evaluation, evaluated = _rows_of(split, config, tokenizer, waiting, kept, more)

@@ -18,7 +18,7 @@ from halo_core.data.packing import splits
 from halo_core.data.rows import Rows
 from halo_core.data.sources import PREPARED, Source
 from halo_core.data.units import is_packed
-from halo_core.errors import Problem, Refused
+from halo_core.errors import Problem, Refused, shown
 
 FORMAT = 1
 KEY = "dataset_name"
@@ -69,7 +69,8 @@ def load(
     """
     told = _told(folder)
     evaluates = config.eval_strategy != "no"
-    same_evaluation = _plain(config.eval_dataset) in (_plain(None), _plain(told["eval_dataset"]))
+    plain = made_from.plain
+    same_evaluation = plain(config.eval_dataset) in (plain(None), plain(told["eval_dataset"]))
     holds = "evaluation" in told["limits"] and same_evaluation
     problems = mismatches(folder, told, config, tokenizer, evaluates and holds)
     if evaluates and not holds and not config.eval_dataset:
@@ -116,7 +117,7 @@ def mismatches(
         )  # fmt: skip
     settings = told["settings"]
     for key, value in made_from.settings_of(config).items():
-        if _plain(settings.get(key, value)) != _plain(value):
+        if made_from.plain(settings.get(key, value)) != made_from.plain(value):
             problems.append(_differs(folder, key, settings.get(key), value))
     # The split of evaluation rows, and a configuration, may be those of an eval_dataset that the folder does not hold.
     own = not config.eval_dataset or with_evaluation
@@ -142,14 +143,14 @@ def _limit_problem(folder: Path, told: Mapping[str, Any], config: RunConfig, nam
     cuts = is_packed(config, evaluation=name == "evaluation") and splits(config.packing_strategy)
     key = next((key for key in _PACKING if settings[key] != getattr(config, key)), "packing")
     told_why = "left out there, where this run would cut them" if cuts else "whole there, and too long here"
-    why = f"the rows in {folder} were prepared for {key}: {settings[key]}: rows over max_length are {told_why}"
-    return Problem(key=key, value=getattr(config, key), why=why, remedy=f"set {key}: {settings[key]}, or {AGAIN}")
+    before = shown(settings[key])
+    why = f"the rows in {folder} were prepared for {key}: {before}: rows over max_length are {told_why}"
+    return Problem(key=key, value=getattr(config, key), why=why, remedy=f"set {key}: {before}, or {AGAIN}")
 
 
 def _differs(folder: Path, key: str, before: Any, now: Any) -> Problem:
-    shown = json.dumps(before) if not isinstance(before, str) else before
-    why = f"the rows in {folder} were prepared with {key}: {shown}"
-    remedy = f"set {key}: {shown}, or {AGAIN} (batch sizes, seeds, steps, rates and packing may change freely)"
+    why = f"the rows in {folder} were prepared with {key}: {shown(before)}"
+    remedy = f"set {key}: {shown(before)}, or {AGAIN} (batch sizes, seeds, steps, rates and packing may change freely)"
     return Problem(key=key, value=now, why=why, remedy=remedy)
 
 
@@ -172,6 +173,3 @@ def _damaged(folder: Path, what: str) -> Problem:
     remedy = f"copy the folder again, or {AGAIN}"
     return Problem(key=KEY, value=folder, why=f"the prepared folder is not whole: {what}", remedy=remedy)
 
-
-def _plain(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)

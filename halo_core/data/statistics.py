@@ -1,6 +1,6 @@
 """What the lengths of rows mean for a run: their histogram, packing at several lengths, padding, steps.
 
-Not for printing (`cli/data.py`); numbers alone, from the lengths and the very functions that a run uses.
+Not for printing (`cli/data.py`); numbers alone, from the rows and the very functions that a run uses.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from halo_core.config import RunConfig
-from halo_core.data.order import epoch_order
+from halo_core.data.order import StepOrder, epoch_order
+from halo_core.data.packing import Layout as PackLayout
 from halo_core.data.packing import cut, lay_out, splits
+from halo_core.data.rows import Rows
+from halo_core.data.units import pack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,29 +65,31 @@ def lengths_to_try(lengths: np.ndarray, max_length: int | None) -> list[int]:
     return sorted({max(2, int(own * factor)) for factor in (0.25, 0.5, 1, 2, 4)})
 
 
-def packed(lengths: np.ndarray, max_length: int, strategy: str) -> Packed:
+def packed(rows: Rows, max_length: int, strategy: str) -> Packed:
     """Return what packing at `max_length` gives; rows too long for whole packing are left out and counted."""
-    fitting = lengths if splits(strategy) else lengths[lengths <= max_length]
-    packs = len(lay_out(cut(fitting, max_length, strategy), max_length)) if len(fitting) else 0
+    layout = _packs(rows, max_length, strategy)
+    packs = len(layout)
     return Packed(
         max_length=max_length,
         packs=packs,
-        filled=int(fitting.sum()) / (packs * max_length) if packs else 0.0,
-        too_long=int(np.count_nonzero(lengths > max_length)),
+        filled=int(layout.pieces.lengths.sum()) / (packs * max_length) if packs else 0.0,
+        too_long=int(np.count_nonzero(rows.lengths > max_length)),
     )
 
 
-def layouts(lengths: np.ndarray, config: RunConfig, data_ranks: int) -> list[Layout]:
+def layouts(rows: Rows, config: RunConfig, data_ranks: int) -> list[Layout]:
     """Return padding, padding-free and packing (where there is a max_length) at the run's batch size.
 
-    lengths [rows] int64: of the kept rows. data_ranks: processes that see different rows.
+    rows: the kept ones. data_ranks: processes that see different rows.
     """
+    lengths = rows.lengths
     seed = config.seed if config.data_seed is None else config.data_seed
     per_device = config.per_device_train_batch_size
-    rows_per_step = per_device * data_ranks * config.gradient_accumulation_steps
 
     def steps(units: int) -> int:
-        return math.ceil(units / rows_per_step)
+        order = StepOrder(num_rows=units, per_device=per_device, data_ranks=data_ranks,
+                          accumulation=config.gradient_accumulation_steps, seed=seed)  # fmt: skip
+        return order.steps_per_epoch
 
     def padding(units: np.ndarray) -> float:
         return padding_share(units[epoch_order(len(units), seed, 0)], per_device)
@@ -94,13 +99,21 @@ def layouts(lengths: np.ndarray, config: RunConfig, data_ranks: int) -> list[Lay
         Layout(name="padding_free: true", units=len(lengths), steps=steps(len(lengths)), padding=0.0),
     ]
     if config.max_length is not None:
-        fitting = lengths if splits(config.packing_strategy) else lengths[lengths <= config.max_length]
-        layout = lay_out(cut(fitting, config.max_length, config.packing_strategy), config.max_length)
-        filled = np.add.reduceat(layout.pieces.lengths, layout.borders[:-1]) if len(layout) else np.zeros(0, np.int64)
-        found.append(
-            Layout(name="packing: true", units=len(layout), steps=steps(len(layout)), padding=padding(filled))
-        )  # fmt: skip
+        layout = _packs(rows, config.max_length, config.packing_strategy)
+        if len(layout):
+            filled = np.add.reduceat(layout.pieces.lengths, layout.borders[:-1])
+            found.append(
+                Layout(name="packing: true", units=len(layout), steps=steps(len(layout)), padding=padding(filled))
+            )  # fmt: skip
     return found
+
+
+def _packs(rows: Rows, max_length: int, strategy: str) -> PackLayout:
+    """Return the packs that a run at this `max_length` has."""
+    if splits(strategy):
+        return pack(rows, max_length, strategy)[0].layout
+    lengths = rows.lengths
+    return lay_out(cut(lengths[lengths <= max_length], max_length, strategy), max_length)
 
 
 def padding_share(lengths: np.ndarray, per_device: int) -> float:

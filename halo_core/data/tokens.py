@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from halo_core.data.examples import RowFault
+from halo_core.data.rendered import UNTRUE
 from halo_core.data.template import Span
-
-_JOINS = "the assistant's text cannot be told from the rest"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +91,7 @@ def _followed(
             if begin < ends[behind - 1] and starts[first] < stop:
                 told_text = text[starts[first] : ends[behind - 1]]
                 detail = f"a token joins two turns, the assistant's and another, in: {told_text[:120]!r}"
-                return RowFault(_JOINS, detail)
+                return RowFault(UNTRUE, detail)
         joins = joins or starts[first] < start
         flags[first:behind] = [True] * (behind - first)
     return Tokens(input_ids=ids, supervised=flags, joins=joins)
@@ -112,7 +111,7 @@ def _by_beginnings(
             part = ids if border == len(text) else list(tokenizer(text[:border], **options)["input_ids"])
             if ids[: len(part)] != part:
                 detail = "a token joins two turns, and this tokenizer does not tell where its tokens stand"
-                return RowFault(_JOINS, detail)
+                return RowFault(UNTRUE, detail)
             borders.append(len(part))
         flags[borders[0] : borders[1]] = [True] * (borders[1] - borders[0])
     return Tokens(input_ids=ids, supervised=flags)

@@ -165,9 +165,8 @@ def _what_pieces_teach(rows: Rows, pieces: Pieces) -> tuple[np.ndarray, int, int
 
 
 def _units(
-    config: RunConfig, rows: Sequence[Row], account: SplitAccount, *, evaluation: bool
+    config: RunConfig, rows: Rows, account: SplitAccount, *, evaluation: bool
 ) -> tuple[Sequence[Unit], SplitAccount]:
-    assert isinstance(rows, Rows), "rows are counted and cut in their buffers"
     account = account.without_targets(int(rows.flags[rows.ends[:-1]].sum(dtype=np.int64)), FIRST_OF_ROW)
     if not is_packed(config, evaluation=evaluation):
         return rows, account

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from halo_core.errors import Problem, Refused
+from halo_core.model_config import TINY
 from halo_core.registry import Architecture
 
 PAD_TOKEN = "<|pad|>"
@@ -58,6 +59,14 @@ def write_tiny(architecture: Architecture, folder: Path, *, seed: int = 0) -> No
         # Each process of a run writes a folder of its own; transformers would let only the first one write.
         model.should_save_on_this_rank = lambda is_main_process: True
         model.save_pretrained(folder)
+
+
+def folder_or_id(name: str, architecture: Architecture, scratch: Path) -> str:
+    """Return the folder or hub id that `model_name_or_path: name` means; a tiny model is written to `scratch` first."""
+    if name not in TINY:
+        return name
+    write_tiny(architecture, scratch / "tiny")
+    return str(scratch / "tiny")
 
 
 def write_tokenizer(folder: Path) -> None:

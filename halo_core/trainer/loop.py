@@ -212,8 +212,8 @@ class _Run:
             self.best = None
         self.newest = checkpoint.path
         self._rotate(checkpoint.path)  # a run killed between a save and its rotation left one too many
-        resume.load_random(checkpoint)
-        notes = [*checkpoint.skipped, *warm, f"going on from {checkpoint.path} after step {checkpoint.step}"]
+        away = resume.load_random(checkpoint)
+        notes = [*checkpoint.skipped, *warm, *away, f"going on from {checkpoint.path} after step {checkpoint.step}"]
         notes += [f"a later checkpoint was set aside as {path.name}" for path in moved]
         if record is not None and self.best is None:
             notes.append(f"the best checkpoint so far, of step {record['step']}, is gone: the search begins anew")

@@ -36,12 +36,11 @@ from halo_core.data.tokenizer_setup import special_ids_of
 from halo_core.data.units import units_of
 from halo_core.data.waiting import bar, silent
 from halo_core.methods.sft import Sft
-from halo_core.model_config import TINY
 from halo_core.models import packed, sockets, source
 from halo_core.models.build import build_meta, text_model_config
 from halo_core.models.hidden import Head, last_hidden
 from halo_core.models.load import load_weights
-from halo_core.models.tiny import write_tiny
+from halo_core.models.tiny import folder_or_id
 from halo_core.models.tokenizer import check_vocabulary, load_tokenizer, padding_id
 from halo_core.optim.build import build_optimizer
 from halo_core.optim.groups import log_lines, trained
@@ -97,7 +96,7 @@ def train(
     with tempfile.TemporaryDirectory(prefix="halo-") as scratch, ExitStack() as held:
         # One rank may find its rows in the cache of its machine while another prepares them for hours.
         with process_group.together(process_group.side_group(LONGEST_PREPARATION)):
-            name = _model_name(checked, Path(scratch))
+            name = folder_or_id(str(config.model_name_or_path), architecture, Path(scratch))
             tokenizer = load_tokenizer(name, revision=config.model_revision, trust_remote_code=config.trust_remote_code)
             prepared = prepare(
                 config, tokenizer, rows, waiting=bar if process_group.rank() == 0 else silent, may_cache=True
@@ -237,15 +236,6 @@ def train(
             ) from fault
     say(f"{written.note}: {written.folder}")
     return RunResult(output_dir=folder.path, account=units.account, fit=result, seconds=time.perf_counter() - began)
-
-
-def _model_name(checked: Checked, scratch: Path) -> str:
-    """Return the folder or hub id of the model; a tiny one is written to `scratch` first."""
-    name = str(checked.config.model_name_or_path)
-    if name not in TINY:
-        return name
-    write_tiny(checked.architecture, scratch / "tiny")
-    return str(scratch / "tiny")
 
 
 def _quiet(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from halo_core.cli import data as command
 from halo_core.data import statistics
 from halo_core.data.preview import Document, Run
+from halo_core.data.rows import Row, Rows
 
 Halo = Callable[..., tuple[int, str, str]]
 
@@ -196,7 +198,31 @@ def test_padding_share_by_hand() -> None:
 
 
 def test_packing_at_a_length_by_hand() -> None:
-    packed = statistics.packed(np.array([6, 4, 5, 30]), 10, "bfd")
+    packed = statistics.packed(rows_of(6, 4, 5, 30), 10, "bfd")
     assert (packed.packs, packed.too_long, packed.filled) == (2, 1, 15 / 20)
-    assert statistics.packed(np.array([6, 4, 5, 30]), 10, "wrapped").packs == 5
-    assert statistics.packed(np.array([30]), 10, "bfd").packs == 0
+    assert statistics.packed(rows_of(6, 4, 5, 30), 10, "wrapped").packs == 5
+    assert statistics.packed(rows_of(30), 10, "bfd").packs == 0
+
+
+def rows_of(*lengths: int, learnt: bool = True) -> Rows:
+    rows = Rows()
+    for number, length in enumerate(lengths):
+        rows.add(Row(row_id=number, input_ids=range(length), supervised=[learnt] * length))
+    return rows
+
+
+@pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
+def test_packs_and_steps_are_those_of_a_run_where_rows_are_cut(
+    strategy: str, halo: Callable[..., tuple[int, str, str]]
+) -> None:
+    """Pieces from which nothing is learnt are no part of a run, so they are none of what is told of it."""
+    file = Path(__file__).parents[2] / "docs" / "files" / "messages.jsonl"
+    code, out, err = halo(
+        "data", "stats", f"dataset_name={file}", "model_name_or_path=tiny", "family=lfm2", "max_length=10",
+        "packing=true", f"packing_strategy={strategy}", "per_device_train_batch_size=2",
+    )  # fmt: skip
+    assert code == 0, err
+    (packs,) = re.findall(r"documents in (\d+) packs", out)
+    assert f"{packs} packs" in next(line for line in out.splitlines() if "(this run's)" in line)
+    steps = -(-int(packs) // 2)
+    assert re.search(rf"packing: true .* {steps} steps? an epoch \({packs} packs\)", out)

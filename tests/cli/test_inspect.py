@@ -109,6 +109,21 @@ def test_what_is_no_checkpoint_is_refused(run: Path, halo: Callable[..., Any], t
     assert code == 2 and "it was never finished" in err
 
 
+def test_files_of_the_right_size_with_other_contents_are_told_by_a_quick_look(
+    run: Path, halo: Callable[..., Any]
+) -> None:
+    checkpoint = run / "out" / "checkpoint-3"
+    weights = checkpoint / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:8] + b"?" + weights.read_bytes()[9:])
+    code, out, err = halo("run", "inspect", checkpoint, "--quick")
+    assert code == 2 and "weights.safetensors: its safetensors header cannot be read" in out
+    assert "model_name_or_path" not in err
+    state = checkpoint / "state.json"
+    state.write_text(state.read_text().replace('"identity"', '"idenTity"'))
+    code, _, err = halo("run", "inspect", checkpoint, "--quick")
+    assert code == 2 and "state.json cannot be read: no 'identity'" in err and "Traceback" not in err
+
+
 def test_a_file_that_is_no_part_of_it_is_told(run: Path, halo: Callable[..., Any]) -> None:
     (run / "out" / "checkpoint-3" / "weights-rank-0-of-2.safetensors").write_bytes(b"")
     code, out, _ = halo("run", "inspect", run / "out" / "checkpoint-3")

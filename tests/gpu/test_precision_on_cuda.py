@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,41 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import halo_core
 from halo_core import registry as facts
 from halo_core.models.fp32_router import routers
 from halo_core.models.tiny import write_tiny
+from tests.gpu.tiny_runs import BF16_TOLERANCE, losses
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 ARCHITECTURES = facts.load().architectures()
-BF16_TOLERANCE = 0.15
-"""bf16 products in other orders, and noise on other gradients, through a few steps."""
-ROWS = [
-    {
-        "messages": [
-            {"role": "user", "content": f"count to {number % 7 + 1}"},
-            {"role": "assistant", "content": " ".join(str(n + 1) for n in range(number % 7 + 1))},
-        ]
-    }
-    for number in range(32)
-]
-
-
-def run(folder: Path, out: Path, **settings: Any) -> list[float]:
-    config = {
-        "model_name_or_path": str(folder),
-        "output_dir": str(out),
-        "max_steps": 8,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 3e-4,
-        "bf16": True,
-        "save_strategy": "no",
-        **settings,
-    }
-    result = halo_core.train(config, rows=ROWS)
-    return [json.loads(line)["loss"] for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+SETTINGS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 3e-4, "bf16": True}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
@@ -53,14 +26,14 @@ def test_bf16_on_cuda_repeats_itself_and_is_the_cpus(
 ) -> None:
     write_tiny(architecture, tmp_path / "model")
     keys = {"fp32_router": True} if architecture.spec.is_moe else {}
-    one = run(tmp_path / "model", tmp_path / "one", **keys)
-    again = run(tmp_path / "model", tmp_path / "again", **keys)
+    one = losses(tmp_path / "model", tmp_path / "one", **SETTINGS, **keys)
+    again = losses(tmp_path / "model", tmp_path / "again", **SETTINGS, **keys)
     assert one == again
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "again"))
     assert all(torch.equal(first[name], second[name]) for name in first)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        on_cpu = run(tmp_path / "model", tmp_path / "cpu", **keys)
+        on_cpu = losses(tmp_path / "model", tmp_path / "cpu", **SETTINGS, **keys)
     assert one == pytest.approx(on_cpu, abs=BF16_TOLERANCE)
 
 
@@ -82,5 +55,5 @@ def test_routers_in_fp32_are_called_in_fp32_on_cuda(
         "halo_core.trainer.run.enable_recompute",
         lambda model, **_: [watch(router) for _, router in routers(model, architecture)],
     )
-    run(tmp_path / "model", tmp_path / "out", fp32_router=True, max_steps=2, optim="adamw_fp32")
+    losses(tmp_path / "model", tmp_path / "out", **SETTINGS, fp32_router=True, max_steps=2, optim="adamw_fp32")
     assert seen == {torch.float32}

@@ -2,58 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import halo_core
 from halo_core import registry as facts
 from halo_core.models.tiny import write_tiny
+from tests.gpu.tiny_runs import BF16_TOLERANCE, losses
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 ARCHITECTURES = facts.load().architectures()
 # fp32 sums in another order, through a few steps: far below a changed formula, which shows in the first digits.
 LOSS_TOLERANCE = 2e-3
-BF16_TOLERANCE = 0.15
-ROWS = [
-    {
-        "messages": [
-            {"role": "user", "content": f"count to {number % 7 + 1}"},
-            {"role": "assistant", "content": " ".join(str(n + 1) for n in range(number % 7 + 1))},
-        ]
-    }
-    for number in range(32)
-]
-
-
-def losses(folder: Path, out: Path, **settings: Any) -> list[float]:
-    config = {
-        "model_name_or_path": str(folder),
-        "output_dir": str(out),
-        "max_steps": 8,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-3,
-        "optim": "sgd",
-        "save_strategy": "no",
-        **settings,
-    }
-    result = halo_core.train(config, rows=ROWS)
-    return [json.loads(line)["loss"] for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+PLAIN = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "optim": "sgd"}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
 def test_cuda_trains_as_the_cpu_does(architecture: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny(architecture, tmp_path / "model")
     torch.backends.cuda.matmul.allow_tf32 = False
-    on_cuda = losses(tmp_path / "model", tmp_path / "cuda")
-    in_bf16 = losses(tmp_path / "model", tmp_path / "bf16", dtype="bfloat16", gradient_checkpointing=False)
+    on_cuda = losses(tmp_path / "model", tmp_path / "cuda", **PLAIN)
+    in_bf16 = losses(tmp_path / "model", tmp_path / "bf16", **PLAIN, dtype="bfloat16", gradient_checkpointing=False)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        on_cpu = losses(tmp_path / "model", tmp_path / "cpu")
+        on_cpu = losses(tmp_path / "model", tmp_path / "cpu", **PLAIN)
     assert on_cuda == pytest.approx(on_cpu, abs=LOSS_TOLERANCE)
     assert in_bf16 == pytest.approx(on_cpu, abs=BF16_TOLERANCE)
 
@@ -62,7 +37,7 @@ def test_cuda_trains_as_the_cpu_does(architecture: Any, tmp_path: Path, monkeypa
 def test_resume_on_cuda_repeats_the_uninterrupted_run(optim: str, tmp_path: Path) -> None:
     architecture = ARCHITECTURES[0]
     write_tiny(architecture, tmp_path / "model")
-    settings = {"optim": optim, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    settings = {**PLAIN, "optim": optim, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
     whole = losses(tmp_path / "model", tmp_path / "whole", **settings, save_strategy="steps", save_steps=5)
     again = losses(
         tmp_path / "model", tmp_path / "again", **settings, resume_from_checkpoint=str(tmp_path / "whole/checkpoint-5")

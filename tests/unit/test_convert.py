@@ -121,6 +121,10 @@ def test_other_folders_are_refused_with_the_way_out(sources: Any, tmp_path: Path
     packed.mkdir()
     (packed / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
     assert "stored as mxfp4, which is narrower than bf16" in refused(packed, out, registry)
+    listed = tmp_path / "listed"
+    listed.mkdir()
+    (listed / "config.json").write_text("[]")
+    assert "config.json is not a JSON object" in refused(listed, out, registry)
     assert "it is SOURCE" in refused(good, good, registry)
     assert "it exists and is not an empty folder" in refused(good, tmp_path / "run", registry)
     (tmp_path / "empty").mkdir()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import halo_core
@@ -19,7 +20,8 @@ from halo_core.models import hidden, mixers, sockets
 from halo_core.models.hidden import last_hidden
 from halo_core.trainer import probe
 from halo_core.trainer.probe import LATER, NOT_ALONE, OTHER, Leak
-from tests.leaking import LEAKS, breaks
+from halo_core.trainer.stopped import TrainingStopped
+from tests.leaking import LEAKS, as_one, breaks, delta_rule
 
 ALL = ("gpt_oss", "qwen3_moe", "qwen3", "qwen3_5_moe", "qwen3_5", "gemma4_moe", "gemma4", "lfm2_moe", "lfm2")
 CPU = torch.device("cpu")
@@ -148,6 +150,20 @@ def test_a_kind_of_layer_that_nothing_keeps_apart_is_refused(sources: Any, text_
         )  # fmt: skip
 
 
+def test_a_state_that_leaks_behind_its_first_block_is_seen(sources: Any, text_class_model: Any) -> None:
+    """As a kernel does that is right for documents of one block and forgets the border where there are several."""
+    architecture, model = prepared(sources, text_class_model, "qwen3_5")
+    mixers.detach(model)
+
+    def forgets(*given: Any) -> Any:
+        documents = given[-1]
+        return delta_rule(*given[:-1], as_one(documents) if documents.longest > 64 else documents)
+
+    mixers.attach(model, architecture, {**mixers.KERNELS, "delta_rule": forgets})
+    leak = find(model, architecture, packs=True)
+    assert leak is not None and leak.what == OTHER and leak.path == "model.layers.0.linear_attn"
+
+
 def plain_config(**keys: Any) -> Any:
     from halo_core import config
 
@@ -158,12 +174,28 @@ def plain_config(**keys: Any) -> Any:
 ROWS = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c d"}]}] * 4
 
 
-def run_of(tmp_path: Path, **keys: Any) -> None:
-    given = {
+def run_config(tmp_path: Path, **keys: Any) -> dict[str, Any]:
+    return {
         "model_name_or_path": "tiny", "family": "lfm2", "dataset_name": "rows given in Python", "max_steps": 1,
         "output_dir": str(tmp_path / "run"), "save_strategy": "no", **keys,
     }  # fmt: skip
-    halo_core.train(given, rows=ROWS)
+
+
+def run_of(tmp_path: Path, **keys: Any) -> None:
+    halo_core.train(run_config(tmp_path, **keys), rows=ROWS)
+
+
+def test_a_weight_that_is_no_number_is_told_by_the_step_and_is_no_leak(tmp_path: Path) -> None:
+    halo_core.train(run_config(tmp_path, max_steps=1), rows=ROWS)
+    file = tmp_path / "run" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.0.operator_norm.weight"][0] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    again = run_config(tmp_path, model_name_or_path=str(tmp_path / "run"), output_dir=str(tmp_path / "again"))
+    told = r"model\.layers\.0\.operator_norm\.weight holds a value that is not finite"
+    for keys in ({}, {"packing": True, "max_length": 64}):
+        with pytest.raises(TrainingStopped, match=told):
+            halo_core.train({**again, **keys, "output_dir": f"{again['output_dir']}-{len(keys)}"}, rows=ROWS)
 
 
 def test_a_run_on_packs_is_refused_before_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def test_resuming_without_the_random_state_differs_so_the_comparison_can_fail(
     common = {**EVERY_STEP, "dropout": 0.4}
     whole = small.run(tmp_path / "whole", raises=True, **common)
     small.run(tmp_path / "parts", stop_after=6, **common)
-    monkeypatch.setattr(resume, "load_random", lambda checkpoint: None)
+    monkeypatch.setattr(resume, "load_random", lambda checkpoint: ())
     second = small.run(tmp_path / "parts", resume_from_checkpoint=True, raises=True, **common)
     assert not small.same(whole.weights(), second.weights())
 
@@ -58,7 +58,7 @@ def test_generators_that_the_checkpoint_does_not_know_start_from_the_seed(
 ) -> None:
     """As those of a GPU do when the first part ran without one."""
     small.run(tmp_path / "first", dropout=0.3, stop_after=4, **EVERY_STEP)
-    monkeypatch.setattr(resume, "load_random", lambda checkpoint: None)
+    monkeypatch.setattr(resume, "load_random", lambda checkpoint: ())
     common = {"resume_from_checkpoint": str(tmp_path / "first"), "dropout": 0.3, "raises": True, **EVERY_STEP}
     one, other = (
         small.run(tmp_path / name, before=lambda *_, draws=draws: torch.rand(draws), **common).weights()

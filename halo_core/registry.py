@@ -27,6 +27,9 @@ from halo_core.family import (
 from halo_core.plugins import PluginRow, Plugins, near_text, with_faults
 from halo_core.support import Cell, Evidence
 
+DTYPE_KEYS = ("dtype", "torch_dtype")
+"""Where config.json says in what numbers a model computes; the second is the older name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
@@ -153,7 +156,7 @@ def text_config(spec: ArchitectureSpec, config: Mapping[str, Any]) -> Mapping[st
 def source_dtype(spec: ArchitectureSpec, config: Mapping[str, Any]) -> str:
     """Return the dtype that config.json names for the weights, as it spells it; float32 where it names none."""
     places = (config, text_config(spec, config))
-    found = [place[key] for place in places for key in ("dtype", "torch_dtype") if place.get(key)]
+    found = [place[key] for place in places for key in DTYPE_KEYS if place.get(key)]
     return str(found[0]) if found else "float32"
 
 

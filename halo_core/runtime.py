@@ -188,7 +188,7 @@ def _experts(
     why = choice.grouped_obstacle(dtype=dtype, device=device, hidden_size=hidden_size, width=width)
     if why is None:
         return "grouped", "torch's grouped_mm runs here", ()
-    return "reference", why, (f"experts kernel: reference, which is slower, because {why}",)
+    return "reference", why, (f"experts kernel: reference, because {why}",)
 
 
 def _attention(
@@ -216,7 +216,7 @@ def _attention(
             )
         return None, tuple(notes)
     if asked == "reference":
-        return "reference", ("attention kernel: reference, which is slower, because the configuration asks for it",)
+        return "reference", ("attention kernel: reference, because the configuration asks for it",)
     obstacle = attention_choice.flash_obstacle(dtype=dtype, device=device)
     if obstacle is not None:
         why, remedy = obstacle
@@ -227,7 +227,7 @@ def _attention(
         if why_not is not None:
             notes.append(
                 f"attention kernel of layers with heads of {head}: torch's scaled dot product attention, document by "
-                f"document, which is slower, because {why_not}"
+                f"document, because {why_not}"
             )
     return "flash", tuple(notes)
 
@@ -245,7 +245,7 @@ def _mixers(
             continue
         chosen[kind] = EVERYWHERE[kind]
         if device.type == "cuda" or kind in asked:
-            notes.append(f"{kind} kernel: {EVERYWHERE[kind]}, which is slower, because {why}")
+            notes.append(f"{kind} kernel: {EVERYWHERE[kind]}, because {why}")
     return MappingProxyType(chosen), tuple(notes)
 
 

@@ -177,5 +177,8 @@ def _refuse_other_attention(found: dict[str, nn.Module]) -> None:
             ("no decoder layer of this model has attention that can be chosen", "attn_implementation: eager")
         )
     if problems:
-        why, remedy = problems[0]
-        raise Refused(Problem(key="attn_implementation", value="flash_attention_2", why=why, remedy=remedy))
+        first = {remedy: why for why, remedy in reversed(problems)}
+        raise Refused(
+            Problem(key="attn_implementation", value="a flash kernel", why=why, remedy=remedy)
+            for remedy, why in first.items()
+        )

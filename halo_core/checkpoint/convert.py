@@ -20,7 +20,8 @@ from transformers.core_model_loading import build_glob_alternation
 from halo_core.checkpoint import atomic, export_files, find
 from halo_core.checkpoint.atomic import SaveFailed
 from halo_core.checkpoint.export import PARTIAL_FOLDER
-from halo_core.checkpoint.export_files import CONFIG_FILE, DTYPES, NewFile, bytes_in
+from halo_core.checkpoint.export_files import CONFIG_FILE, NewFile, bytes_in
+from halo_core.checkpoint.tensors import TORCH_DTYPES
 from halo_core.errors import Problem, Refused
 from halo_core.model_config import parts_in, parts_problem, stored_as
 from halo_core.models import source
@@ -35,12 +36,11 @@ from halo_core.models.safetensors_files import (
     metadata_of,
     read_file,
 )
-from halo_core.registry import Architecture, Registry
+from halo_core.registry import DTYPE_KEYS, Architecture, Registry
 
 BF16 = "BF16"
 CAST = ("F64", "F32", "F16")
 """Number formats that become bf16."""
-DTYPE_KEYS = ("dtype", "torch_dtype")
 README = "README.md"
 
 
@@ -166,7 +166,7 @@ def _bytes(file: NewFile, kept: frozenset[str]) -> Iterator[export_files.Piece]:
             if _becomes(tensor, kept) == tensor.dtype:
                 yield piece
             else:
-                wide = torch.frombuffer(bytearray(piece), dtype=DTYPES[tensor.dtype])
+                wide = torch.frombuffer(bytearray(piece), dtype=TORCH_DTYPES[tensor.dtype])
                 yield wide.to(torch.bfloat16).view(torch.uint8).numpy().data
 
 

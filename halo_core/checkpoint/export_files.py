@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from halo_core.checkpoint.atomic import SaveFailed
 from halo_core.checkpoint.full_tensors import FullTensors
+from halo_core.checkpoint.tensors import TORCH_DTYPES
 from halo_core.model_config import QUANTISATION
 from halo_core.models.dequantise import DequantisedSlice
 from halo_core.models.layout import Layout, to_source
@@ -35,14 +36,10 @@ from halo_core.models.safetensors_files import (
     read_file,
 )
 from halo_core.models.source import weight_files
-from halo_core.registry import Architecture, text_config
+from halo_core.registry import DTYPE_KEYS, Architecture, text_config
 
 MARGIN = 1 << 20
 """Bytes of free space asked for beyond the files themselves, for headers, folders and journals."""
-
-DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-}  # fmt: skip
 
 NOT_COPIED = ("README.md", "metrics.jsonl")
 """The source's model card speaks of another model; a source that is itself a run's folder has that run's metrics."""
@@ -130,7 +127,7 @@ class SourceTensors:
         tensor = self.converted[group.targets][stored.key]
         if tuple(tensor.shape) != stored.shape:
             raise RuntimeError(f"{stored.key} would be written as {list(tensor.shape)}, the source has {stored.shape}")
-        data = tensor.to(DTYPES[stored.dtype]).contiguous().reshape(-1).view(torch.uint8)
+        data = tensor.to(TORCH_DTYPES[stored.dtype]).contiguous().reshape(-1).view(torch.uint8)
         return data.numpy().data if data.numel() else b""
 
     def done(self, stored: StoredTensor) -> None:
@@ -269,7 +266,7 @@ def plain_companions(
     is one, is that of the new keys.
     """
     plain = {name: value for name, value in config.items() if name != QUANTISATION}
-    if not any(plain.get(name) for name in ("dtype", "torch_dtype")):
+    if not any(plain.get(name) for name in DTYPE_KEYS):
         plain["dtype"] = "bfloat16"  # the stored form said in what numbers the model computes; now nothing else does
     changed: dict[str, Companion] = {CONFIG_FILE: json.dumps(plain, indent=2).encode() + b"\n"}
     if INDEX_FILE in found:

@@ -1,6 +1,6 @@
 """A copy of tensors in host memory, made once and filled again at each save.
 
-Not for writing. Pages are locked where tensors lie on a GPU, so that the copy runs at the bus's rate; torch's own
+Not for writing. Pages are locked where tensors lie on a GPU, so that the device copies by itself; torch's own
 allocator of such memory would round every tensor up to a power of two.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _REGISTERED = 0
-"""What CUDA's runtime returns where it has locked the pages. Elsewhere the copy is slower, and the same."""
+"""What CUDA's runtime returns where it has locked the pages. Elsewhere the copy is the same."""
 
 
 class HostMemory:

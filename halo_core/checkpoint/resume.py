@@ -147,22 +147,11 @@ def _opened(checkpoint: Checkpoint, name: str) -> Iterator[StoredTensors]:
 def _give(
     optimizer: torch.optim.Optimizer, order: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Give every parameter of `order` its state.
-
-    Only counts of steps pass through `load_state_dict`, which knows where an optimizer wants them. It would cast any
-    other tensor to the parameter's dtype, and fp32 masters and moments beside bf16 weights would not come back.
-    """
-    def by_optimizer(what: str, value: Any) -> bool:
-        return what == STEP or not isinstance(value, Tensor)
-
+    """Give every parameter of `order` its state."""
     optimizer.load_state_dict({
-        "state": {index: {what: value for what, value in state[name].items() if by_optimizer(what, value)}
-                  for index, name in enumerate(order) if name in state},
+        "state": {index: dict(state[name]) for index, name in enumerate(order) if name in state},
         "param_groups": optimizer.state_dict()["param_groups"],
     })
-    for name, values in state.items():
-        optimizer.state[order[name]].update(
-            {what: value for what, value in values.items() if not by_optimizer(what, value)})
 
 
 def _memory(what: str, stored: Stored, parameter: Tensor) -> Tensor:

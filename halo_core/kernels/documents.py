@@ -65,3 +65,15 @@ def find(segment_ids: Tensor) -> Documents:
         has_several=bool((in_a_row > 1).any()),
         is_padded=not bool(real.all()),
     )
+
+
+def seen_positions(numbers: Tensor, window: int | None = None) -> Tensor:
+    """Return whether position [b, i] sees position [b, j], [B, S, S] bool: same document, not later, within the window.
+
+    numbers: each position's document [B, S]. window: how many positions are seen, the own one counted; None for all.
+    Every position sees itself, so no row of attention is empty, also where nothing but padding is.
+    """
+    places = torch.arange(numbers.shape[1], device=numbers.device)
+    distance = places.unsqueeze(1) - places
+    near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return (numbers.unsqueeze(2) == numbers.unsqueeze(1)) & near

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from halo_core.attention import socket as attention
-from halo_core.kernels import documents
 from halo_core.kernels.documents import KEYWORD, Documents
 from halo_core.kernels.head import HeadKernel, chunked
 from halo_core.models import mixers
@@ -22,11 +21,7 @@ from halo_core.sharding.entrance import decoder_of
 
 
 class TokenBatch(Protocol):
-    """What a forward pass reads of a batch; all three are [B, S] int64, a segment id of 0 marks padding.
-
-    With `documents` (`kernels.documents.Documents` of the segment ids, on the batch's device) nothing waits for that
-    device to learn where documents lie.
-    """
+    """What a forward pass reads of a batch; tensors are [B, S] int64, a segment id of 0 marks padding."""
 
     @property
     def input_ids(self) -> Tensor:
@@ -41,6 +36,11 @@ class TokenBatch(Protocol):
     @property
     def segment_ids(self) -> Tensor:
         """Return each token's document, counted from 1 in its row."""
+        ...
+
+    @property
+    def documents(self) -> Documents:
+        """Return where the documents lie, found in the segment ids before the device was asked for anything."""
         ...
 
 
@@ -59,15 +59,9 @@ def last_hidden(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
     return hidden
 
 
-def documents_of(batch: TokenBatch) -> Documents:
-    """Return where the documents of a batch lie; one that does not say is asked, which waits for its device."""
-    found: Documents | None = getattr(batch, "documents", None)
-    return documents.find(batch.segment_ids) if found is None else found
-
-
 def _sight(model: PreTrainedModel, batch: TokenBatch) -> dict[str, Any]:
     """Return the arguments that say what each position may see."""
-    found = documents_of(batch)
+    found = batch.documents
     bound, attended = mixers.of(model), attention.of(model) is not None
     elsewhere = {*(bound.layer_types if bound is not None else ()), *((FULL, SLIDING) if attended else ())}
     wants_every = attended or (bound is not None and bound.every_batch)

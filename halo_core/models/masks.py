@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from halo_core.kernels.documents import Documents
+from halo_core.kernels.documents import Documents, seen_positions
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """transformers' names for a layer that sees everything before it, and for one that sees `sliding_window` positions."""
@@ -67,15 +67,3 @@ def _mask(config: PretrainedConfig, kind: str, documents: Documents, dtype: torc
         hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
         return torch.where(seen, torch.zeros_like(hidden), hidden)
     raise NotImplementedError(f"nothing keeps documents apart under attention {implementation}")
-
-
-def seen_positions(numbers: Tensor, window: int | None = None) -> Tensor:
-    """Return whether position [b, i] sees position [b, j], [B, S, S] bool: same document, not later, within the window.
-
-    numbers: each position's document [B, S]. window: how many positions are seen, the own one counted; None for all.
-    Every position sees itself, so no row of attention is empty, also where nothing but padding is.
-    """
-    places = torch.arange(numbers.shape[1], device=numbers.device)
-    distance = places.unsqueeze(1) - places
-    near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    return (numbers.unsqueeze(2) == numbers.unsqueeze(1)) & near

@@ -90,8 +90,8 @@ def attach(
 ) -> None:
     """Bind every mixer of `model` that the facts of its architecture name; most architectures have none.
 
-    kernels: the kernel of each kind, as `halo_core.kernels` specifies them. every_batch: use them for every batch, as
-    befits kernels that are faster than the mixers' own functions; else for rows of several documents.
+    kernels: the kernel of each kind, as `halo_core.kernels` specifies them. every_batch: use them for every batch,
+    else for rows of several documents only.
 
     Raises:
         Refused: the facts do not describe this model, or name a function that a mixer's forward does not call.

@@ -6,7 +6,6 @@ Not for the arithmetic (`halo_core.kernels.adamw`), nor for clipping: the coeffi
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -96,7 +95,7 @@ class NamedAdamW(torch.optim.Optimizer):
                     continue
                 _check_layout(name, parameter, gradient)
                 part = self._part(numbers, name, parameter, gradient)
-                held = _local(parameter)
+                held = local(parameter)
                 if not held.is_contiguous():
                     copied.append((held, part.weight))
                 stepped += [parameter] if held is parameter else [parameter, held]
@@ -122,7 +121,7 @@ class NamedAdamW(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. torch alone would cast fp32 state to the parameter's dtype.
+        """Load what `state_dict` returned; fp32 state of bf16 parameters stays, which torch alone would cast.
 
         Raises:
             ValueError: it is the state of parameters of other names.
@@ -132,7 +131,7 @@ class NamedAdamW(torch.optim.Optimizer):
             if theirs is not None and list(theirs) != list(ours):
                 other = next((pair for pair in zip(theirs, ours, strict=False) if pair[0] != pair[1]), (theirs, ours))
                 raise ValueError(f"the state is of {other[0]} where this optimizer has {other[1]}")
-        super().load_state_dict(dict(state_dict))
+        super().load_state_dict({**state_dict, "state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
@@ -143,15 +142,6 @@ class NamedAdamW(torch.optim.Optimizer):
                     else value.to(parameter.device, self._state_dtype(parameter)).contiguous()  # kernels write here
                     for key, value in saved.items()
                 }
-
-    def rules(self) -> list[str]:
-        """Return a line per group: how many of its parameters are stepped in which way."""
-        lines = []
-        for group in self.param_groups:
-            counts = Counter(parameter.dtype for parameter in group["params"])
-            said = [f"{count} {_dtype(dtype)} parameters {self._rule(dtype)}" for dtype, count in counts.items()]
-            lines.append(f"weight_decay {group['weight_decay']:g}: {', '.join(said)}")
-        return lines
 
     def _part(self, numbers: Callable[..., Rates], name: str, parameter: Tensor, gradient: Tensor) -> Part:
         """Return what a kernel needs for this parameter's next step, which is counted here; `numbers` of that step."""
@@ -182,11 +172,6 @@ class NamedAdamW(torch.optim.Optimizer):
     def _state_dtype(self, parameter: Tensor) -> torch.dtype:
         return torch.float32 if self.has_master else parameter.dtype
 
-    def _rule(self, dtype: torch.dtype) -> str:
-        if dtype == torch.float32:
-            return "exactly"
-        return "by fp32 masters" if self.has_master else "in bf16, rounded by chance"
-
 
 class AdamWBF16(NamedAdamW):
     """AdamW whose weights and moments are bf16: 6 bytes a parameter beside its gradient.
@@ -204,14 +189,14 @@ class AdamWFP32(NamedAdamW):
     has_master = True
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """Return this process's own part; in `update`, outside autograd, that is the memory itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _dense(tensor: Tensor) -> Tensor:
     """Return this process's own part in row-major order without gaps: itself where it lies so, else a copy."""
-    return _local(tensor).contiguous()
+    return local(tensor).contiguous()
 
 
 def _check_layout(name: str, parameter: Tensor, gradient: Tensor) -> None:
@@ -220,7 +205,3 @@ def _check_layout(name: str, parameter: Tensor, gradient: Tensor) -> None:
         same = parameter.placements == gradient.placements and parameter.device_mesh == gradient.device_mesh
     if not same or gradient.dtype not in DTYPES:
         raise ValueError(f"the gradient of {name}, {gradient.dtype} {tuple(gradient.shape)}, is not laid out as it is")
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]

@@ -6,6 +6,7 @@ Not for the learning rate of a step: see `schedule.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from halo_core.config.precision import rule_of
 from halo_core.errors import Problem, Refused
-from halo_core.optim.adamw_bf16 import AdamWBF16, AdamWFP32
+from halo_core.optim.adamw_bf16 import AdamWBF16, AdamWFP32, NamedAdamW
 from halo_core.optim.roles import DECAYED, roles
 
 
@@ -52,7 +53,7 @@ def build_optimizer(model: nn.Module, config: OptimizerSettings) -> torch.optim.
         raise Refused(Problem(key="optim", value=config.optim, why="this optimizer is not known",
                               remedy=f"use one of {', '.join(OPTIMIZERS)}"))
     if rule_of(config.optim, config.bf16) == "stochastic":
-        build = _adamw_bf16
+        build = partial(_named, kind=AdamWBF16)
     groups = parameter_groups(model, config.weight_decay)
     if not groups:
         raise Refused(Problem(why="no parameter of the model requires a gradient",
@@ -79,19 +80,16 @@ def _adamw(groups: list[dict[str, Any]], config: OptimizerSettings, *, fused: bo
                              eps=config.adam_epsilon, fused=True if fused else None)
 
 
-def _adamw_bf16(groups: list[dict[str, Any]], config: OptimizerSettings) -> torch.optim.Optimizer:
-    return AdamWBF16(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
-                     eps=config.adam_epsilon, seed=config.seed)
-
-
-def _adamw_fp32(groups: list[dict[str, Any]], config: OptimizerSettings) -> torch.optim.Optimizer:
-    return AdamWFP32(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
-                     eps=config.adam_epsilon, seed=config.seed)
+def _named(
+    groups: list[dict[str, Any]], config: OptimizerSettings, *, kind: type[NamedAdamW]
+) -> torch.optim.Optimizer:
+    return kind(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
+                eps=config.adam_epsilon, seed=config.seed)
 
 
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], OptimizerSettings], torch.optim.Optimizer]] = {
     "sgd": _sgd,
     "adamw_torch": lambda groups, config: _adamw(groups, config, fused=False),
     "adamw_torch_fused": lambda groups, config: _adamw(groups, config, fused=True),
-    "adamw_fp32": _adamw_fp32,
+    "adamw_fp32": lambda groups, config: _named(groups, config, kind=AdamWFP32),
 }

@@ -10,7 +10,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from halo_core.optim.adamw_bf16 import local
 
 
 @runtime_checkable
@@ -51,5 +52,4 @@ def update(
 def scale_in_place(gradients: Iterable[Tensor], scale: Tensor) -> None:
     """Multiply gradients by a scalar; of one that is cut over processes, this process's piece."""
     for gradient in gradients:
-        whole = gradient.detach()
-        (whole.to_local() if isinstance(whole, DTensor) else whole).mul_(scale)
+        local(gradient.detach()).mul_(scale)

@@ -256,15 +256,6 @@ def test_rates_of_a_group_are_those_of_its_next_step() -> None:
     assert torch.equal(weight, before)
 
 
-def test_groups_say_which_rule_they_take() -> None:
-    assert optimizer_of(four(), decay=0.1).rules() == [
-        "weight_decay 0.1: 3 bf16 parameters in bf16, rounded by chance, 1 fp32 parameters exactly"
-    ]
-    assert optimizer_of(four(), AdamWFP32).rules() == [
-        "weight_decay 0: 3 bf16 parameters by fp32 masters, 1 fp32 parameters exactly"
-    ]
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

@@ -78,7 +78,11 @@ class TextbookFlash:
     def _scores(self, query: Tensor, key: Tensor, cuts: Tensor, scale: float, left: int | None) -> Tensor:
         window = None if left is None else left + 1
         scores = torch.einsum("thd,shd->hts", query, key.repeat_interleave(HEADS // KEY_HEADS, 1)) * scale
-        return scores.masked_fill(~reference.seen(cuts, TOKENS, window), float("-inf"))
+        place = torch.arange(TOKENS)
+        document = torch.searchsorted(cuts, place.to(cuts.dtype), right=True)
+        back = place.unsqueeze(1) - place
+        visible = (document.unsqueeze(1) == document) & (back >= 0) & (back < (window or TOKENS))
+        return scores.masked_fill(~visible, float("-inf"))
 
     def _flash_attention_forward(
         self, query: Tensor, key: Tensor, value: Tensor, cuts: Tensor, cuts_of_keys: Tensor, longest: int,

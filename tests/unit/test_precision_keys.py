@@ -28,7 +28,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "precision-and-optimizer.md"
 FP32, BF16 = "float32", "bfloat16"
 AUTO = {"auto, fp32 source": FP32, "auto, bf16 source": BF16}
 DTYPES = ("left out", FP32, BF16, *AUTO)
-OPTIMS = ("sgd", "adamw_torch", "adamw_torch_fused", "adamw_fp32")
 TABLE: dict[tuple[str, bool, str], tuple[str, str, int, int] | str] = {}
 """(dtype, bf16, optim) -> (weights, optimizer class, bytes a parameter without and with accumulation), or the key that
 is refused. Bytes: weight, gradient and state."""

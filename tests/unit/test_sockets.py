@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from halo_core.errors import Refused
+from halo_core.kernels.documents import Documents, find
 from halo_core.kernels.experts.grouped import grouped
 from halo_core.kernels.experts.reference import reference
 from halo_core.kernels.experts.weights import ExpertWeights
@@ -34,6 +35,7 @@ class Rows:
     input_ids: Tensor
     position_ids: Tensor
     segment_ids: Tensor
+    documents: Documents
 
 
 def rows(*lengths: int) -> Rows:
@@ -41,7 +43,8 @@ def rows(*lengths: int) -> Rows:
     segment_ids = torch.tensor([[1] * n + [0] * (longest - n) for n in lengths])
     torch.manual_seed(1)
     ids = torch.randint(1, 250, segment_ids.shape) * segment_ids
-    return Rows(input_ids=ids, position_ids=torch.arange(longest).expand(len(lengths), -1), segment_ids=segment_ids)
+    return Rows(input_ids=ids, position_ids=torch.arange(longest).expand(len(lengths), -1), segment_ids=segment_ids,
+                documents=find(segment_ids))
 
 
 @pytest.fixture(params=ALL)
@@ -255,8 +258,10 @@ def test_a_wrapper_binds_each_block_counts_and_lets_go(odd_wrapper: str, sources
 def test_a_row_of_padding_alone_gives_finite_states_and_gradients(architecture: Any, text_class_model: Any) -> None:
     model = randomised(architecture, text_class_model)
     batch = rows(6, 6)
-    empty = replace(batch, segment_ids=torch.tensor([[1] * 6, [0] * 6]))
+    segment_ids = torch.tensor([[1] * 6, [0] * 6])
+    empty = replace(batch, segment_ids=segment_ids, documents=find(segment_ids))
     hidden = last_hidden(model, empty)
     assert bool(hidden.isfinite().all())
-    alone = last_hidden(model, Rows(**{name: value[:1] for name, value in vars(batch).items()}))
+    first = {name: value[:1] for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    alone = last_hidden(model, Rows(**first, documents=find(first["segment_ids"])))
     assert torch.allclose(hidden[:1], alone, atol=1e-5)

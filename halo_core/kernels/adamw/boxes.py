@@ -29,11 +29,6 @@ class Box:
     offset: Tensor
     length: int
 
-    @property
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return self.local.numel() * self.length
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:

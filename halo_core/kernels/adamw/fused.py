@@ -24,15 +24,15 @@ from halo_core.kernels.adamw.parts import Part
 from halo_core.kernels.adamw.rates import Rates
 
 BLOCK = 1024
-"""Elements of a program. With four warps the fastest of eight pairs on an H200: 94% of a copy's bandwidth."""
+"""Elements of a program. With four warps the fastest of eight pairs: receipts/optimizer/h200-blocks.json."""
 WARPS = 4
 ALIGNMENT = 16
 """Bytes that one thread reads at once."""
 KEPT_CHUNKS = 64_000_000
 """Chunks that are kept for later steps, over all choices of parameters: 65 billion elements at 32 bytes a chunk.
 
-Several times what fits on one device, so that a step never makes anew what the step before it made: that takes a
-hundred times as long as the step.
+Several times what fits on one device, so that a step never makes anew what the step before it made: on an H200 a step
+of 4.1 billion parameters took 14 ms with its chunks at hand, 1,338 ms when it made them (the same receipt).
 """
 
 _EXACT, _ROUNDED, _MASTER = 0, 1, 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halo_core.kernels.documents import Documents
+from halo_core.kernels.documents import Documents, seen_positions
 
 
 def attend(
@@ -29,19 +29,10 @@ def attend(
     heads, key_heads = query.shape[1], key.shape[1]
     grouped = query.to(dtype).unflatten(1, (key_heads, heads // key_heads))  # [T, g, h/g, d]
     scores = torch.einsum("tgrd,sgd->grts", grouped, key.to(dtype)) * scale
-    scores = scores.masked_fill(~seen(documents.borders, query.shape[0], window), float("-inf"))
+    scores = scores.masked_fill(~seen_positions(documents.numbers.view(1, -1), window), float("-inf"))
     if sinks is not None:
         column = sinks.to(dtype).view(key_heads, -1, 1, 1).expand(-1, -1, query.shape[0], 1)
         scores = torch.cat([scores, column], dim=-1)
     weights = scores.softmax(dim=-1)[..., : query.shape[0]]
     read = torch.einsum("grts,sgd->tgrd", weights, value.to(dtype))
     return read.flatten(1, 2).to(query.dtype)
-
-
-def seen(borders: Tensor, tokens: int, window: int | None) -> Tensor:
-    """Return [T, T] bool: whether the row's token sees the column's."""
-    place = torch.arange(tokens, device=borders.device)
-    document = torch.searchsorted(borders, place.to(borders.dtype), right=True)
-    back = place.unsqueeze(1) - place  # how many tokens the column lies before the row
-    visible = (document.unsqueeze(1) == document) & (back >= 0)
-    return visible if window is None else visible & (back < window)

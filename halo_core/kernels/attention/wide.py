@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from halo_core.kernels.attention import reference
-from halo_core.kernels.documents import Documents
+from halo_core.kernels.documents import Documents, seen_positions
 from halo_core.kernels.documents import find as find_documents
 
 
@@ -46,8 +46,7 @@ def _one(
         return reference.attend(query, key, value, whole, scale=scale, window=window, sinks=sinks)
     mask = None
     if window is not None and window < length:
-        borders = torch.tensor([0, length], dtype=torch.int32, device=query.device)
-        mask = reference.seen(borders, length, window)
+        mask = seen_positions(torch.zeros(1, length, dtype=torch.int32, device=query.device), window)
     asking, offered, told = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
     read = scaled_dot_product_attention(asking, offered, told, attn_mask=mask, is_causal=mask is None, scale=scale)
     return read.squeeze(0).transpose(0, 1)

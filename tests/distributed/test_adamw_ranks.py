@@ -181,7 +181,7 @@ def offsets_in_every_layout() -> dict[str, int]:
             steps = torch.arange(box.length)
             found[(box.local.unsqueeze(-1) + steps).flatten()] = (box.offset.unsqueeze(-1) + steps).flatten()
         assert torch.equal(found, own), name
-        assert sum(box.numel for box in boxes) == own.numel(), name
+        assert sum(box.local.numel() * box.length for box in boxes) == own.numel(), name
         counts[name] = len(boxes)
     with pytest.raises(NotImplementedError, match="Partial"):
         boxes_of(DTensor.from_local(torch.ones(4), flat, [Partial()]))

@@ -145,9 +145,10 @@ def test_rows_are_waited_for_longer_than_anything_else(monkeypatch: pytest.Monke
     monkeypatch.setattr(process_group, "side_group", lambda timeout: f"waits {timeout:.0f} s")
     monkeypatch.setattr(process_group, "together", heard)
     monkeypatch.setattr(run.preflight, "start", lambda config: None)
-    monkeypatch.setattr(run, "_model_name", refused)
+    monkeypatch.setattr(run, "folder_or_id", refused)
+    config = SimpleNamespace(model_name_or_path="m")
     with pytest.raises(Refused):
-        run.train(SimpleNamespace(config=None, plan=SimpleNamespace(notes=()), architecture=None))  # type: ignore[arg-type]
+        run.train(SimpleNamespace(config=config, plan=SimpleNamespace(notes=()), architecture=None))  # type: ignore[arg-type]
     assert groups == ["waits 86400 s"]
 
 
